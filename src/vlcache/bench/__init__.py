@@ -1,0 +1,1 @@
+"""Benchmarks, and the random checkpoints that they and the tests run on."""

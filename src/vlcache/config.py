@@ -1,0 +1,153 @@
+"""Configuration: frozen, layered, and strict about names.
+
+    defaults  <  YAML file (VLCACHE_CONFIG)  <  environment (VLCACHE_POLICY, ...)  <  arguments and flags
+
+An unknown key is an error that names the nearest known one; so is a value of the wrong kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlcache.errors import ConfigError
+from vlcache.policies import parse_policy
+
+__all__ = ["Config", "load_config"]
+
+_PREFIX = "VLCACHE_"
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that can be set.
+
+    Attributes
+    ----------
+    policy : str
+        What is recomputed of a known picture: `full`, `none`, `prefix:0.02`, `layered:1,0.5,...`.
+    memory_gb : float
+        Bound of the memory store in GB (10^9 bytes); 0 turns picture reuse off.
+    prefix_cache : bool
+        Reuse the K/V of a prompt that begins like an earlier one, exactly.
+    prefix_gb : float
+        Bound of the K/V kept for that, in GB.
+    max_image_pixels : int
+        A larger picture is refused from its header, before it is decoded.
+    cache_salt : str
+        Tenant. Entries of another salt are invisible.
+    checkpoint_layers : tuple of int
+        Layers whose input hidden states entries keep, for policies that let rows enter there.
+    """
+
+    policy: str = "prefix:0.02"
+    memory_gb: float = 4.0
+    prefix_cache: bool = True
+    prefix_gb: float = 1.0
+    max_image_pixels: int = 64_000_000
+    cache_salt: str = ""
+    checkpoint_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        parse_policy(self.policy)
+        for name in ("memory_gb", "prefix_gb", "max_image_pixels"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is negative; give 0 to turn it off")
+        if any(layer <= 0 for layer in self.checkpoint_layers):
+            raise ConfigError("checkpoint_layers: layers count from 1; layer 0 always is a checkpoint")
+
+
+def load_config(
+    environ: Mapping[str, str] | None = None, file: str | os.PathLike[str] | None = None, **flags: object
+) -> Config:
+    """Resolve the configuration.
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        Instead of `os.environ`.
+    file : path, optional
+        YAML file; without it the one that `VLCACHE_CONFIG` names, if any.
+    **flags
+        Strongest; those that are None are taken as not given.
+
+    Raises
+    ------
+    ConfigError
+        An unknown key, a value of the wrong kind, an unreadable file.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, object] = {}
+    file = file or environ.get(_PREFIX + "CONFIG")
+    if file:
+        values |= {_known(key, str(file)): value for key, value in _read_yaml(Path(file)).items()}
+    for name, text in environ.items():
+        if name.startswith(_PREFIX) and name != _PREFIX + "CONFIG":
+            values[_known(name.removeprefix(_PREFIX).lower(), "environment", name)] = text
+    values |= {_known(key, "arguments"): value for key, value in flags.items() if value is not None}
+    return Config(**{key: _convert(key, value) for key, value in values.items()})  # type: ignore[arg-type]
+
+
+def _known(key: object, where: str, shown: str | None = None) -> str:
+    names = [f.name for f in dataclasses.fields(Config)]
+    if key in names:
+        return str(key)
+    near = difflib.get_close_matches(str(key), names, n=1)
+    hint = f"did you mean {near[0]}?" if near else "known are " + ", ".join(names)
+    raise ConfigError(f"unknown option {shown or key!r} ({where}); {hint}")
+
+
+def _read_yaml(path: Path) -> Mapping[str, object]:
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"configuration file {path}: {error.strerror}; check VLCACHE_CONFIG") from None
+    except yaml.YAMLError:
+        raise ConfigError(f"configuration file {path}: not valid YAML; write one 'option: value' a line") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"configuration file {path}: holds a {type(data).__name__}; write 'option: value' lines")
+    return data
+
+
+def _convert(key: str, value: object) -> object:
+    """A value as its option's type; text is read, because the environment has nothing else."""
+    default = getattr(Config, "__dataclass_fields__")[key].default
+    try:
+        if isinstance(default, bool):
+            return _read_bool(value)
+        if isinstance(default, tuple):
+            parts = value.split(",") if isinstance(value, str) else value
+            return tuple(_read_int(part) for part in parts if part != "")  # type: ignore[attr-defined]
+        if isinstance(default, int):
+            return _read_int(value)
+        if isinstance(default, float):
+            if isinstance(value, bool):
+                raise ValueError
+            return float(value)  # type: ignore[arg-type]
+        if not isinstance(value, str):
+            raise ValueError
+        return value
+    except (KeyError, TypeError, ValueError):
+        kind = "list of integers" if isinstance(default, tuple) else type(default).__name__
+        raise ConfigError(f"option {key}: {value!r} is not a {kind}; the default is {default!r}") from None
+
+
+def _read_int(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError
+    return int(value)
+
+
+def _read_bool(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    return _WORDS[str(value).lower()]

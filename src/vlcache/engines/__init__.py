@@ -1,0 +1,1 @@
+"""Engine adapters, one package each. They share the core and nothing else; each is imported only when used."""

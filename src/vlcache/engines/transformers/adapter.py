@@ -1,0 +1,191 @@
+"""The transformers adapter: one prompt run layer by layer through a model's own modules.
+
+Layers are run part by part (norms, projections, attention, MLP) instead of through their `forward`, because rows
+that are here for the last time need K and V only. Weights, quantised or adapted linear layers and kernels stay the
+model's; only the order is ours. The three families differ in the norms on Q and K (Qwen3-VL) and in DeepStack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vlcache.plan import LayerStep
+from vlcache.prefill import take
+from vlcache.ranges import Ranges, count, indices, intersect, places, shift
+from vlcache.types import Geometry, Span
+
+__all__ = ["PromptPass"]
+
+# Bound on query rows x keys of one attention mask, per head
+_MASK_ELEMENTS = 1 << 23
+
+
+class PromptPass:
+    """Fulfils `vlcache.prefill.Adapter` for one prompt.
+
+    Parameters
+    ----------
+    model : transformers model with `model.language_model`
+    geometry : Geometry
+    ids : Tensor, int64, `[T]`
+    positions : Tensor, int64, `[A, T]`
+        Rotary positions.
+    spans : sequence of Span
+    encoded : sequence of Tensor, `[N, hidden * (1 + deepstack)]`
+        Encoder outputs of `spans`; may be empty for spans whose rows are never embedded.
+
+    Attributes
+    ----------
+    keys, values : list of Tensor, `[1, H, T, D]`
+        Per layer, allocated here and filled in place.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        geometry: Geometry,
+        ids: Tensor,
+        positions: Tensor,
+        spans: Sequence[Span],
+        encoded: Sequence[Tensor | None],
+    ) -> None:
+        self._embeddings = model.get_input_embeddings()
+        self._decoder = model.model.language_model
+        self._geometry = geometry
+        self._spans = tuple(spans)
+        weight = self._embeddings.weight
+        self._device, self._dtype = weight.device, model.dtype
+        self._ids = ids.to(self._device)
+        self._encoded = [e if e is None else e.to(self._device, self._dtype) for e in encoded]
+        self._cos, self._sin = geometry.rope.cos_sin(positions.to(self._device), self._dtype)
+        shape = (1, geometry.kv_heads, len(ids), geometry.head_dim)
+        new = {"device": self._device, "dtype": self._dtype}
+        self.keys = [torch.empty(shape, **new) for _ in range(geometry.layers)]
+        self.values = [torch.empty(shape, **new) for _ in range(geometry.layers)]
+        self._masks: dict[tuple[Ranges, int], Tensor] = {}
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._geometry
+
+    def embed(self, rows: Ranges) -> Tensor:
+        hidden = self._embeddings(take(self._ids, rows)).to(self._dtype)
+        self._at_vision(hidden, rows, 0, add=False)
+        return hidden
+
+    def run_layer(self, step: LayerStep, hidden: Tensor) -> Tensor:
+        layer = self._decoder.layers[step.layer]
+        attention = layer.self_attn
+        normed = layer.input_layernorm(hidden[None])
+        self._write_fresh(step, attention, normed)
+        if not step.keep:
+            return hidden[:0]
+        if step.keep != step.rows:
+            stay = places(step.keep, step.rows)
+            hidden, normed = take(hidden, stay), take(normed[0], stay)[None]
+        hidden = hidden + self._attend(step, attention, normed)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden[None]))[0]
+        if step.layer < self._geometry.deepstack:
+            self._at_vision(hidden, step.keep, 1 + step.layer, add=True)
+        return hidden
+
+    def read_kv(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        k, v = self.keys[layer][0, :, start:stop], self.values[layer][0, :, start:stop]
+        return k.transpose(0, 1), v.transpose(0, 1)
+
+    def write_kv(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        stop = start + len(keys)
+        self.keys[layer][0, :, start:stop] = keys.transpose(0, 1)
+        self.values[layer][0, :, start:stop] = values.transpose(0, 1)
+
+    def _at_vision(self, hidden: Tensor, rows: Ranges, part: int, add: bool) -> None:
+        """Set or add the encoder's `part` (0 the embedding, then DeepStack's features) at vision tokens."""
+        width = self._geometry.hidden
+        for span, encoded in zip(self._spans, self._encoded, strict=True):
+            mine = intersect(rows, ((span.start, span.stop),))
+            if not mine:
+                continue
+            assert encoded is not None, "a span is embedded that was not encoded"
+            features = encoded[:, part * width : (part + 1) * width]
+            for (a, b), (c, d) in zip(_pieces(mine, rows), shift(mine, -span.start), strict=True):
+                if add:
+                    hidden[a:b] += features[c:d]
+                else:
+                    hidden[a:b] = features[c:d]
+
+    def _write_fresh(self, step: LayerStep, attention: Any, normed: Tensor) -> None:
+        keys = self._heads(attention.k_proj(normed))
+        if hasattr(attention, "k_norm"):
+            keys = attention.k_norm(keys)
+        keys = self._rotated(keys, step.rows)
+        values = self._heads(attention.v_proj(normed))
+        for (a, b), (start, _) in zip(_pieces(step.rows, step.rows), step.rows, strict=True):
+            self.write_kv(step.layer, start, keys[a:b], values[a:b])
+
+    def _attend(self, step: LayerStep, attention: Any, normed: Tensor) -> Tensor:
+        queries = self._heads(attention.q_proj(normed))
+        if hasattr(attention, "q_norm"):
+            queries = attention.q_norm(queries)
+        queries = self._rotated(queries, step.keep).transpose(0, 1)
+        keys, values = self.keys[step.layer][0], self.values[step.layer][0]
+        mixed = self._softmax(queries, keys, values, step.keep, attention.scaling)
+        return attention.o_proj(mixed.transpose(0, 1).reshape(1, count(step.keep), -1))[0]
+
+    def _softmax(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Ranges, scale: float) -> Tensor:
+        """Causal attention of some rows over the whole prompt before each: `[heads, rows, D]`."""
+        if len(rows) == 1 and rows[0][0] == 0:
+            k, v = keys[None, :, : rows[0][1]], values[None, :, : rows[0][1]]
+            grouped = queries.shape[0] != keys.shape[0]
+            return F.scaled_dot_product_attention(
+                queries[None], k, v, is_causal=True, scale=scale, enable_gqa=grouped
+            )[0]
+        # The query heads that share a KV head are laid one after the other as rows of that head, so that the
+        # keys, which outnumber the rows by far, are not copied per query head.
+        heads, total, dim = queries.shape
+        groups = heads // keys.shape[0]
+        queries = queries.reshape(keys.shape[0], groups, total, dim)
+        chunk = max(1, _MASK_ELEMENTS // (groups * keys.shape[1]))
+        out = torch.empty_like(queries)
+        for at in range(0, total, chunk):
+            some = queries[:, :, at : at + chunk]
+            mask, stop = self._mask(rows, at, at + some.shape[2], groups)
+            mixed = F.scaled_dot_product_attention(
+                some.reshape(1, keys.shape[0], -1, dim), keys[None, :, :stop], values[None, :, :stop], mask, scale=scale
+            )
+            out[:, :, at : at + chunk] = mixed.reshape(some.shape)
+        return out.reshape(heads, total, dim)
+
+    def _mask(self, rows: Ranges, start: int, stop: int, groups: int) -> tuple[Tensor, int]:
+        """Which keys rows number `start` to `stop` of `rows` see, `[groups * rows, keys]`, and how many keys."""
+        if (rows, start) not in self._masks:
+            where = torch.tensor(indices(rows)[start:stop], device=self._device)
+            mask = torch.arange(int(where[-1]) + 1, device=self._device) <= where[:, None]
+            if len(self._masks) > 8:
+                self._masks.clear()
+            self._masks[rows, start] = mask.repeat(groups, 1)
+        mask = self._masks[rows, start]
+        return mask, mask.shape[1]
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """`[1, rows, heads * D]` to `[rows, heads, D]`."""
+        return projected.view(projected.shape[1], -1, self._geometry.head_dim)
+
+    def _rotated(self, x: Tensor, rows: Ranges) -> Tensor:
+        cos, sin = take(self._cos, rows)[:, None], take(self._sin, rows)[:, None]
+        half = x.shape[-1] // 2
+        turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+        return x * cos + turned * sin
+
+
+def _pieces(inner: Ranges, outer: Ranges) -> list[tuple[int, int]]:
+    """Like `places`, but one piece per range of `inner`, also where pieces touch."""
+    out: list[tuple[int, int]] = []
+    for r in inner:
+        ((a, b),) = places((r,), outer)
+        out.append((a, b))
+    return out

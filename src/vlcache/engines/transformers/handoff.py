@@ -1,0 +1,155 @@
+"""Handing a filled cache to `model.generate`, with the first token's logits already computed.
+
+`generate` wants a cache that lacks the last prompt token, and computes that token itself: one more pass over the
+weights, which on a hit is a third of the time to first token. The prefill has computed that row along with the
+others, so the cache carries its logits, and the model's first call is answered with them.
+
+    prefill   K/V of tokens 0 .. T-1, logits of T-1        the layers show T-1 tokens
+    generate  model(last token)  -> the stored logits      the layers show T tokens
+    generate  model(new token)   -> the model itself
+
+Whatever else calls the model first (assisted decoding with its candidates, a forward that wants attentions) goes
+to the model itself and finds an ordinary cache of T-1 tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+__all__ = ["FirstCall", "PrefilledCache", "cache_argument"]
+
+
+def cache_argument(model: Any) -> str:
+    """What this release of transformers calls the cache: `past_key_values`, later `cache`."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+class _Layer(DynamicLayer):  # type: ignore[misc]
+    """K/V of T tokens that shows the first T-1 until the last one is revealed. Never writes to the tensors."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.dtype, self.device = keys.dtype, keys.device
+        self._full = (keys, values)
+        self.keys, self.values = keys[:, :, :-1], values[:, :, :-1]
+        self.is_initialized = True
+
+    def reveal(self, batch: int) -> None:
+        self.keys, self.values = (t.expand(batch, -1, -1, -1) for t in self._full)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        batch = key_states.shape[0]
+        if self.is_initialized and self.keys.shape[0] == 1 and batch > 1:
+            self.keys, self.values = (t.expand(batch, -1, -1, -1) for t in (self.keys, self.values))
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def reset(self) -> None:
+        # The tensors may also serve as an exact prefix: drop them, do not zero them
+        self.keys = self.values = None
+        self.is_initialized = False
+
+
+class PrefilledCache(DynamicCache):  # type: ignore[misc]
+    """A dynamic cache that a selective prefill has filled.
+
+    Parameters
+    ----------
+    keys, values : list of Tensor, `[1, H, T, D]`
+    ids : Tensor, `[1, T]`
+    logits : Tensor, `[1, 1, vocabulary]`
+        Of the last prompt token.
+    """
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor], ids: Tensor, logits: Tensor) -> None:
+        super().__init__()
+        self.layers = [_Layer(k, v) for k, v in zip(keys, values, strict=True)]
+        self._ids = ids
+        self._logits: Tensor | None = logits
+
+    @property
+    def fresh(self) -> bool:
+        """True until the model has been called on this cache."""
+        return self._logits is not None and self.get_seq_length() == self._ids.shape[1] - 1
+
+    def first_logits(self, ids: Tensor) -> Tensor | None:
+        """Logits for a first call with the last prompt token, `[batch, 1]`; None if these are other tokens."""
+        if self._logits is None or ids.shape[1] != 1 or not bool((ids == self._ids[0, -1]).all()):
+            return None
+        logits, self._logits = self._logits.expand(ids.shape[0], -1, -1), None
+        for layer in self.layers:
+            layer.reveal(ids.shape[0])
+        return logits
+
+    def skip_known(self, ids: Tensor) -> int:
+        """How many leading tokens of a first call are in the cache already (callers that do not slice)."""
+        self._logits = None
+        total = self._ids.shape[1]
+        if ids.shape[1] >= total > 1 and bool((ids[:, :total] == self._ids).all()):
+            return total - 1
+        return 0
+
+
+class FirstCall:
+    """While active, a model's first call on a `PrefilledCache` is answered from it.
+
+    Sets the instance's `forward` and takes it back on `stop`; the class is not touched.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._name = cache_argument(model)
+        self._instance_forward = model.__dict__.get("forward")
+        original = model.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            cache = kwargs.get(self._name)
+            if isinstance(cache, PrefilledCache) and cache.fresh and not args:
+                answer, kwargs = self._answer(cache, kwargs)
+                if answer is not None:
+                    return answer
+            return original(*args, **kwargs)
+
+        self._forward = forward
+
+    def start(self) -> None:
+        self._model.forward = self._forward
+
+    def stop(self) -> None:
+        if self._instance_forward is not None:
+            self._model.forward = self._instance_forward
+        else:
+            self._model.__dict__.pop("forward", None)
+
+    def _answer(self, cache: PrefilledCache, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ids = kwargs.get("input_ids")
+        if ids is None:
+            return None, kwargs
+        if self._plain(kwargs) and (logits := cache.first_logits(ids)) is not None:
+            return CausalLMOutputWithPast(logits=logits, **{self._name: cache}), kwargs
+        known = cache.skip_known(ids)
+        if known:
+            kwargs = dict(kwargs, input_ids=ids[:, known:])
+            for name in ("position_ids", "mm_token_type_ids"):
+                value = kwargs.get(name)
+                if isinstance(value, torch.Tensor) and value.shape[-1] == ids.shape[1]:
+                    kwargs[name] = value[..., known:]
+        return None, kwargs
+
+    def _plain(self, kwargs: dict[str, Any]) -> bool:
+        """True if the call wants nothing but the next token's logits."""
+        config = self._model.config
+        for name in ("output_attentions", "output_hidden_states"):
+            if kwargs.get(name, getattr(config, name, False)):
+                return False
+        if kwargs.get("labels") is not None or kwargs.get("return_dict") is False:
+            return False
+        mask = kwargs.get("attention_mask")
+        return mask is None or (isinstance(mask, torch.Tensor) and bool(mask.all()))

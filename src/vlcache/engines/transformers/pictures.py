@@ -1,0 +1,196 @@
+"""Two levels of knowing a picture, so that a known one is neither decoded, preprocessed nor encoded.
+
+    file's bytes  --known-->  pixel digest  ------------------------------>  entry in the store
+         |                        ^                                              ^
+         +-- new: decode ---------+                        new: preprocess, encode
+
+The pixel digest is the picture's identity; the bytes' digest only leads to it. Both cover the processor's settings.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vlcache.errors import InputError, MediaError
+from vlcache.keys import digest, fingerprint_settings, tensor_bytes
+from vlcache.media import Picture, Source, open_picture, pixel_digest
+from vlcache.report import Counters
+
+__all__ = ["Known", "Media", "Reader", "media_from_inputs", "processor_fingerprint"]
+
+Grid = tuple[int, int, int]
+
+_REMEMBERED = 65_536
+
+
+class Known:
+    """What is remembered of pictures besides their entries: a few hundred bytes each, bounded in number."""
+
+    def __init__(self) -> None:
+        self._contents: OrderedDict[str, str] = OrderedDict()
+        self._grids: OrderedDict[str, Grid] = OrderedDict()
+
+    def content(self, data_digest: str) -> str | None:
+        """Pixel digest of a file that has been decoded before."""
+        return self._contents.get(data_digest)
+
+    def grid(self, content: str) -> Grid | None:
+        """Patch grid of a picture that has been preprocessed before."""
+        return self._grids.get(content)
+
+    def remember(self, content: str, data_digest: str | None, grid: Grid) -> None:
+        self._put(self._grids, content, grid)
+        if data_digest is not None:
+            self._put(self._contents, data_digest, content)
+
+    @staticmethod
+    def _put(table: OrderedDict[str, Any], key: str, value: Any) -> None:
+        table[key] = value
+        table.move_to_end(key)
+        if len(table) > _REMEMBERED:
+            table.popitem(last=False)
+
+
+class Media:
+    """One picture of a prompt.
+
+    Parameters
+    ----------
+    label : str
+        For messages.
+    content : str
+        The picture's identity.
+    preprocess : callable
+        Gives the encoder's input and the patch grid; called once, and only if one of them is needed.
+    grid : tuple of int or None
+        The patch grid where it is known already.
+    """
+
+    def __init__(
+        self, label: str, content: str, preprocess: Callable[[], tuple[Tensor, Grid]], grid: Grid | None = None
+    ) -> None:
+        self.label = label
+        self.content = content
+        self._preprocess = preprocess
+        self._grid = grid
+        self._patches: Tensor | None = None
+
+    @property
+    def grid(self) -> Grid:
+        if self._grid is None:
+            self._patches, self._grid = self._preprocess()
+        return self._grid
+
+    def patches(self) -> Tensor:
+        """The encoder's input, `[t * h * w, patch]`."""
+        if self._patches is None:
+            self._patches, self._grid = self._preprocess()
+        return self._patches
+
+
+def processor_fingerprint(processor: Any) -> str:
+    """Digest of an image processor's settings, read anew each time because they can be set on the object."""
+    return fingerprint_settings(type(processor).__name__, processor.to_dict())
+
+
+class Reader:
+    """Opens and identifies the pictures of chats.
+
+    Parameters
+    ----------
+    processor : transformers image processor
+    max_pixels : int
+        Larger pictures are refused from their header.
+    counters : Counters
+        Where decodes, preprocessings and the two levels' hits are counted.
+    """
+
+    def __init__(self, processor: Any, max_pixels: int, counters: Counters) -> None:
+        self._processor = processor
+        self._max_pixels = max_pixels
+        self._counters = counters
+        self._known = Known()
+
+    def read(self, sources: Sequence[Source], settings: str) -> list[Media]:
+        """Open every picture, then identify each.
+
+        Raises
+        ------
+        MediaError
+            The first picture that cannot be read, decoded or processed.
+        """
+        pictures = [open_picture(source, number) for number, source in enumerate(sources, 1)]
+        return [self._identify(picture, settings) for picture in pictures]
+
+    def _identify(self, picture: Picture, settings: str) -> Media:
+        """By the file's bytes if they are known, else by its pixels."""
+        known, counters = self._known, self._counters
+        data_digest = picture.data_digest(settings)
+        content = known.content(data_digest) if data_digest is not None else None
+        image = None
+        if content is not None:
+            counters.known_files += 1
+        else:
+            image = self._decode(picture)
+            content = pixel_digest(image, settings)
+            if known.grid(content) is not None:
+                counters.known_pictures += 1
+            else:
+                counters.new_pictures += 1
+        media = Media(picture.label, content, lambda: self._preprocess(picture, image), known.grid(content))
+        known.remember(content, data_digest, media.grid)
+        return media
+
+    def _decode(self, picture: Picture) -> Image.Image:
+        self._counters.decoded += picture.data is not None
+        return picture.decode(self._max_pixels)
+
+    def _preprocess(self, picture: Picture, image: Image.Image | None) -> tuple[Tensor, Grid]:
+        image = image or self._decode(picture)
+        self._counters.preprocessed += 1
+        try:
+            out = self._processor(images=[image], return_tensors="pt")
+        except Exception:
+            long, short = max(image.size), max(1, min(image.size))
+            problem = f"the processor refuses {image.width}x{image.height} pixels (aspect ratio {long / short:.0f}:1)"
+            raise MediaError(picture.label, problem, "cut it into parts or change its size") from None
+        t, h, w = out["image_grid_thw"][0].tolist()
+        return out["pixel_values"], (t, h, w)
+
+
+def media_from_inputs(inputs: Mapping[str, Any], settings: str) -> list[Media]:
+    """The pictures in a processor's output; identified by their patches, which are all that is left of them.
+
+    Raises
+    ------
+    InputError
+        Patches and grids that do not fit, or video.
+    """
+    if inputs.get("pixel_values_videos") is not None or inputs.get("video_grid_thw") is not None:
+        raise InputError("the inputs hold a video, which is not supported yet; give pictures")
+    pixels, grids = inputs.get("pixel_values"), inputs.get("image_grid_thw")
+    if pixels is None or grids is None:
+        if pixels is not None or grids is not None:
+            raise InputError("pixel_values and image_grid_thw go together; pass the processor's output as it is")
+        return []
+    grids = torch.as_tensor(grids)
+    sizes = grids.prod(-1).tolist()
+    if sum(sizes) != len(pixels):
+        raise InputError(f"pixel_values has {len(pixels)} patches, image_grid_thw says {sum(sizes)}")
+    media = []
+    for number, (grid, patches) in enumerate(zip(grids.tolist(), pixels.split(sizes), strict=True), 1):
+        content = digest("patches", settings, str(grid), str(patches.dtype), tensor_bytes(patches))
+        shape = (grid[0], grid[1], grid[2])
+        media.append(Media(f"picture {number}", content, partial(_ready, patches, shape), shape))
+    return media
+
+
+def _ready(patches: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
+    return patches, grid

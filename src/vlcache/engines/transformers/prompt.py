@@ -1,0 +1,146 @@
+"""From chat messages or a processor's output to token ids, picture spans and rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlcache.errors import InputError
+from vlcache.types import Span
+
+__all__ = ["Prompt", "build_prompt", "expand_text", "picture_sources", "render"]
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt.
+
+    Attributes
+    ----------
+    ids : Tensor, int64, `[T]`
+    spans : tuple of Span
+        Its pictures, in order.
+    positions : Tensor, int64, `[3, T]`
+        Rotary positions (t, h, w).
+    rope_delta : Tensor, int64, `[1, 1]`
+        Next rotary position minus T.
+    """
+
+    ids: Tensor
+    spans: tuple[Span, ...]
+    positions: Tensor
+    rope_delta: Tensor
+
+
+def picture_sources(messages: Messages) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The pictures of a chat, in order, and the chat with bare `{"type": "image"}` in their places.
+
+    Raises
+    ------
+    InputError
+        A part that is neither text nor picture.
+    """
+    sources: list[Any] = []
+    plain: list[dict[str, Any]] = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise InputError(f"message {number}: has no role; write {{'role': 'user', 'content': ...}}")
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            plain.append(dict(message))
+            continue
+        parts: list[dict[str, Any]] = []
+        for part in content:
+            source = _picture_of(part, number)
+            if source is None:
+                parts.append(dict(part))
+            else:
+                sources.append(source)
+                parts.append({"type": "image"})
+        plain.append(dict(message, content=parts))
+    return sources, plain
+
+
+def _picture_of(part: Any, message: int) -> Any:
+    if not isinstance(part, Mapping):
+        raise InputError(f"message {message}: a content part is a {type(part).__name__}; write {{'type': 'text', ...}}")
+    kind = part.get("type")
+    if kind == "text":
+        return None
+    if kind in ("image", "image_url"):
+        for name in ("image", "image_url", "url", "path", "base64"):
+            value = part.get(name)
+            if value is not None:
+                value = value.get("url") if isinstance(value, Mapping) else value
+                return f"data:;base64,{value}" if name == "base64" else value
+        raise InputError(f"message {message}: an image part without a picture; write {{'type': 'image', 'image': ...}}")
+    raise InputError(f"message {message}: a part of type {kind!r} is not supported; give text and images")
+
+
+def render(processor: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+    """The chat template's text, with one placeholder per picture."""
+    options = {"add_generation_prompt": True} | options
+    return str(processor.apply_chat_template(messages, tokenize=False, **options))
+
+
+def expand_text(text: str, placeholder: str, tokens: Sequence[int]) -> str:
+    """Repeat each picture's placeholder as often as it has vision tokens.
+
+    Raises
+    ------
+    InputError
+        More or fewer placeholders than pictures: text that spells one would shift every picture after it.
+    """
+    parts = text.split(placeholder)
+    if len(parts) - 1 != len(tokens):
+        raise InputError(
+            f"the prompt has {len(parts) - 1} picture placeholders for {len(tokens)} pictures; "
+            f"remove {placeholder} from its text"
+        )
+    return "".join(part + placeholder * n for part, n in zip(parts, [*tokens, 0], strict=True))
+
+
+def build_prompt(
+    model: Any, ids: Tensor, contents: Sequence[str], grids: Sequence[tuple[int, int, int]]
+) -> Prompt:
+    """Find the pictures' spans among the tokens and compute rotary positions.
+
+    Parameters
+    ----------
+    ids : Tensor, int64, `[T]`
+    contents, grids
+        Digest and patch grid of each picture, in order.
+
+    Raises
+    ------
+    InputError
+        Vision tokens that do not fit the pictures.
+    """
+    merge = model.config.vision_config.spatial_merge_size**2
+    vision = ids == model.config.image_token_id
+    if model.config.video_token_id is not None and bool((ids == model.config.video_token_id).any()):
+        raise InputError("the prompt holds video tokens, which are not supported yet; give pictures")
+    where = vision.nonzero().flatten().tolist()
+    spans = []
+    at = 0
+    for number, (content, grid) in enumerate(zip(contents, grids, strict=True), 1):
+        n = grid[0] * grid[1] * grid[2] // merge
+        mine = where[at : at + n]
+        if len(mine) != n or mine[-1] - mine[0] != n - 1:
+            raise InputError(f"picture {number} needs {n} consecutive vision tokens, the prompt has {len(mine)} for it")
+        if spans and spans[-1].stop == mine[0]:
+            raise InputError(f"pictures {number - 1} and {number} touch; put <|vision_end|><|vision_start|> between")
+        spans.append(Span(content, mine[0], n, grid))
+        at += n
+    if at != len(where):
+        raise InputError(f"the prompt has {len(where)} vision tokens, its {len(spans)} pictures fill {at}")
+    positions, delta = model.model.get_rope_index(
+        ids[None], mm_token_type_ids=vision[None].int(), image_grid_thw=torch.tensor(grids)
+    )
+    return Prompt(ids, tuple(spans), positions[:, 0], delta)

@@ -1,0 +1,61 @@
+"""Digests: what makes two pictures, two processors or two models the same.
+
+Every digest is a full SHA-256 over fields that carry their own length, so that no two lists of fields can give the
+same bytes (`("ab", "c")` and `("a", "bc")` differ).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from vlcache.types import LAYOUT
+
+__all__ = ["digest", "fingerprint_settings", "fingerprint_weights", "scope", "tensor_bytes"]
+
+_SAMPLES = 64
+
+
+def digest(*fields: str | bytes | memoryview) -> str:
+    """SHA-256 over length-prefixed fields, as 64 hex digits."""
+    h = hashlib.sha256()
+    for value in fields:
+        data = value.encode() if isinstance(value, str) else value
+        size = data.nbytes if isinstance(data, memoryview) else len(data)
+        h.update(size.to_bytes(8, "big"))
+        h.update(data)
+    return h.hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's values, row by row, without a copy where it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.numpy())
+
+
+def fingerprint_settings(name: str, settings: Mapping[str, object]) -> str:
+    """Digest of a component's settings, independent of their order."""
+    return digest(name, json.dumps(settings, sort_keys=True, default=str))
+
+
+def fingerprint_weights(config: str, weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Digest of a model: its configuration and samples of every weight.
+
+    Reading all weights takes seconds to minutes, so each tensor gives its name, shape, dtype and up to 64 values
+    spread evenly over it. Two fine-tunes of one model differ; an edit of single elements may go unseen.
+    """
+    fields: list[str | bytes | memoryview] = [config]
+    for name, weight in weights:
+        flat = weight.detach().reshape(-1)
+        step = max(1, flat.numel() // _SAMPLES)
+        fields += [name, str(tuple(weight.shape)), str(weight.dtype), tensor_bytes(flat[::step][:_SAMPLES])]
+    return digest(*fields)
+
+
+def scope(model: str, dtype: str, tenant: str) -> str:
+    """Digest of everything besides the picture that an entry depends on."""
+    return digest("scope", str(LAYOUT), model, dtype, tenant)

@@ -1,0 +1,153 @@
+"""Which rows each layer computes. Plans are pure data: frozen, picklable, without tensors, so that a scheduler
+can make one and a worker can execute it.
+
+    prompt      s s s s s P P P P P P P P q q q      s, q: text   P: a reused picture
+    layer 0     # # # # # # # # . . . . . # # #      #: computed  .: cached K/V, moved
+    layer 1     # # # # # # # . . . . . . # # #
+    last layer  = = = = = = . . . . . . . = = #      =: only K/V, nothing reads its hidden state
+
+A row is in layer l + 1 because layer l computed it, or because it enters there from a checkpoint, a cached hidden
+state. Layer 0 is always such an entrance (the encoder output is its input). A policy that asks for a row where it
+cannot be is widened: the row is also computed in the layers that lead there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vlcache.policies.base import Evidence, Policy
+from vlcache.ranges import Ranges, count, intersect, normal, shift, subtract, union
+from vlcache.types import Span
+
+__all__ = ["LayerStep", "Plan", "SpanPlan", "plan_span"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPlan:
+    """How one known picture is treated.
+
+    Attributes
+    ----------
+    span : Span
+    rows : tuple of Ranges
+        Per layer the tokens computed afresh, counted from the span's first token.
+    """
+
+    span: Span
+    rows: tuple[Ranges, ...]
+
+    @property
+    def computed(self) -> int:
+        """Rows computed, summed over the layers."""
+        return sum(count(r) for r in self.rows)
+
+    @property
+    def exact(self) -> bool:
+        """True if every layer computes every token: nothing cached is left in the K/V."""
+        return all(r == ((0, self.span.length),) for r in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """One layer's work, in prompt indices.
+
+    Attributes
+    ----------
+    layer : int
+    enter : Ranges
+        Rows whose hidden state starts here: all of layer 0's, later those that come from a checkpoint.
+    rows : Ranges
+        Rows whose K/V this layer computes: those that came from the layer before, and `enter`.
+    keep : Ranges
+        The part of `rows` that also goes through attention and MLP. The others are here for the last time.
+    reuse : tuple of Ranges
+        Per reused span the tokens whose cached K/V must be in place before attention runs.
+    """
+
+    layer: int
+    enter: Ranges
+    rows: Ranges
+    keep: Ranges
+    reuse: tuple[Ranges, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A prompt's selective prefill.
+
+    Attributes
+    ----------
+    begin, end : int
+        The part of the prompt to fill; K/V before `begin` are there already and exact.
+    layers : int
+    want : Ranges
+        Rows whose output of the last layer is needed (for logits).
+    spans : tuple of SpanPlan
+        The reused pictures in `begin` to `end`. Everything else there is computed in every layer.
+    """
+
+    begin: int
+    end: int
+    layers: int
+    want: Ranges
+    spans: tuple[SpanPlan, ...] = ()
+
+    def rows(self, layer: int) -> Ranges:
+        """Rows that `layer` computes."""
+        return self._with_spans(self._fresh(), layer)
+
+    def _fresh(self) -> Ranges:
+        reused = union(*(((s.span.start, s.span.stop),) for s in self.spans))
+        return subtract(((self.begin, self.end),), reused)
+
+    def _with_spans(self, fresh: Ranges, layer: int) -> Ranges:
+        return union(fresh, *(shift(s.rows[layer], s.span.start) for s in self.spans))
+
+    def steps(self) -> Iterator[LayerStep]:
+        """The layers' work, first to last."""
+        fresh = self._fresh()
+        live: Ranges = ()
+        rows = self._with_spans(fresh, 0)
+        for layer in range(self.layers):
+            last = layer == self.layers - 1
+            after = self.want if last else self._with_spans(fresh, layer + 1)
+            keep = intersect(rows, after)
+            reuse = tuple(
+                subtract(((s.span.start, s.span.stop),), shift(s.rows[layer], s.span.start)) for s in self.spans
+            )
+            yield LayerStep(layer, subtract(rows, live), rows, keep, reuse)
+            live, rows = keep, after
+
+    def rows_per_layer(self) -> tuple[int, ...]:
+        return tuple(count(self.rows(layer)) for layer in range(self.layers))
+
+    def repaired_from(self) -> int:
+        """Index up to which the prompt's K/V are exact: the start of the first reused span that is not
+        computed in full, or `end`."""
+        return min((s.span.start for s in self.spans if not s.exact), default=self.end)
+
+
+def plan_span(
+    policy: Policy, span: Span, layers: int, checkpoints: tuple[int, ...] = (), want: Ranges = ()
+) -> SpanPlan:
+    """Ask a policy for a known picture's rows and make them executable.
+
+    Parameters
+    ----------
+    checkpoints : tuple of int
+        Layers at which the picture's entry holds hidden states.
+    want : Ranges
+        Prompt indices whose output of the last layer is needed; those inside the span are computed whatever the
+        policy says.
+    """
+    evidence = Evidence(layers=layers, checkpoints=checkpoints)
+    everything = ((0, span.length),)
+    wanted = intersect(shift(want, -span.start), everything)
+    rows = [
+        union(intersect(normal(policy.rows(span, layer, evidence)), everything), wanted) for layer in range(layers)
+    ]
+    for layer in range(layers - 1, 0, -1):
+        if layer not in checkpoints:
+            rows[layer - 1] = union(rows[layer - 1], rows[layer])
+    return SpanPlan(span, tuple(rows))

@@ -1,0 +1,69 @@
+"""The rules that say what is recomputed, and how they are written: `full`, `none`, `prefix:0.02`, `layered:1,.5,0`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from vlcache.errors import ConfigError
+from vlcache.policies.base import Evidence, Policy
+from vlcache.policies.front import Layered, Prefix
+from vlcache.policies.full import Full
+from vlcache.policies.none import NoRecompute
+
+__all__ = ["POLICIES", "Evidence", "Full", "Layered", "NoRecompute", "Policy", "Prefix", "parse_policy"]
+
+
+def _numbers(text: str, policy: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"policy {policy}: {text!r} is not a list of numbers; write {policy}:0.02") from None
+
+
+def _no_argument(make: Callable[[], Policy]) -> Callable[[str | None], Policy]:
+    def parse(argument: str | None) -> Policy:
+        policy = make()
+        if argument is not None:
+            raise ConfigError(f"policy {policy.name}: takes no argument, got {argument!r}; write {policy.name}")
+        return policy
+
+    return parse
+
+
+def _prefix(argument: str | None) -> Policy:
+    ratios = _numbers(argument, "prefix") if argument is not None else (0.02,)
+    if len(ratios) != 1:
+        raise ConfigError(f"policy prefix: takes one ratio, got {len(ratios)}; for one per layer write layered:...")
+    return Prefix(ratios[0])
+
+
+def _layered(argument: str | None) -> Policy:
+    if argument is None:
+        raise ConfigError("policy layered: needs a ratio per layer; write layered:1,0.5,0.1,...")
+    return Layered(_numbers(argument, "layered"))
+
+
+POLICIES: dict[str, Callable[[str | None], Policy]] = {
+    "full": _no_argument(Full),
+    "none": _no_argument(NoRecompute),
+    "prefix": _prefix,
+    "layered": _layered,
+}
+"""The registered rules by name; each value reads what stands behind the colon."""
+
+
+def parse_policy(text: str) -> Policy:
+    """Read a policy as it is written on a command line.
+
+    Raises
+    ------
+    ConfigError
+        An unknown name (the nearest known one is named) or an argument out of range.
+    """
+    name, colon, argument = text.partition(":")
+    if name not in POLICIES:
+        near = difflib.get_close_matches(name, POLICIES, n=1)
+        hint = f"did you mean {near[0]}?" if near else "known are " + ", ".join(POLICIES)
+        raise ConfigError(f"unknown policy {name!r}; {hint}")
+    return POLICIES[name](argument if colon else None)

@@ -1,0 +1,143 @@
+"""Selective prefill: one driver for every policy, and the protocol that an engine's adapter fulfils.
+
+Each layer: put the reused spans' moved K/V in place, let rows enter, compute the rows' K/V, then attention and MLP
+for those that go on. The driver holds hidden states of live rows only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vlcache.plan import LayerStep, Plan
+from vlcache.ranges import Ranges, count, intersect, places, shift, subtract, union
+from vlcache.rope import Rope, Rotation, rotate
+from vlcache.types import Entry, Geometry, Span
+
+__all__ = ["Adapter", "Placed", "place", "put_reused", "selective_prefill", "take"]
+
+
+class Adapter(Protocol):
+    """One prompt on one engine. Row sets are prompt indices; hidden states are `[rows, hidden]`."""
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    def embed(self, rows: Ranges) -> Tensor:
+        """Input of layer 0: text embeddings, and encoder outputs at vision tokens."""
+        ...
+
+    def run_layer(self, step: LayerStep, hidden: Tensor) -> Tensor:
+        """Compute and write K/V of `step.rows`; return the layer's output at `step.keep`.
+
+        A row attends to every key at its own index and before it. `hidden` may be overwritten.
+        """
+        ...
+
+    def read_kv(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K and V of the prompt's tokens, `[stop - start, H, D]` each; valid until the next write."""
+        ...
+
+    def write_kv(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Put K and V, `[n, H, D]`, at the prompt's tokens from `start` on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An entry brought to the place of a span: K/V per layer, moved on demand."""
+
+    span: Span
+    entry: Entry
+    rotation: Rotation | None
+    device: torch.device
+
+    def kv(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Moved K and V of prompt tokens `start` to `stop`, `[stop - start, H, D]`."""
+        assert self.entry.keys is not None and self.entry.values is not None
+        a, b = start - self.span.start, stop - self.span.start
+        keys = self.entry.keys[layer, a:b].to(self.device, non_blocking=True)
+        values = self.entry.values[layer, a:b].to(self.device, non_blocking=True)
+        return rotate(keys, self.rotation and self.rotation.rows(a, b)), values
+
+    def hidden(self, layer: int, rows: Ranges) -> Tensor:
+        """Checkpointed hidden states of prompt tokens `rows`, `[rows, hidden]`."""
+        hidden = self.entry.checkpoints[layer].to(self.device)
+        return take(hidden, shift(rows, -self.span.start))
+
+
+def place(entry: Entry, span: Span, positions: Tensor, rope: Rope) -> Placed:
+    """Bring an entry to a span whose tokens have the rotary `positions`, int64 `[A, N]`."""
+    old = entry.positions.to(positions.device)
+    return Placed(span, entry, rope.turn(old, positions), positions.device)
+
+
+def take(tensor: Tensor, where: Ranges) -> Tensor:
+    """Rows of a tensor; a view where they are one run."""
+    if len(where) == 1:
+        start, stop = where[0]
+        return tensor[start:stop]
+    return torch.cat([tensor[start:stop] for start, stop in where]) if where else tensor[:0]
+
+
+def put_reused(adapter: Adapter, step: LayerStep, placed: Sequence[Placed]) -> None:
+    """Write the moved K/V of every reused token of this layer."""
+    for span, ranges in zip(placed, step.reuse, strict=True):
+        for start, stop in ranges:
+            adapter.write_kv(step.layer, start, *span.kv(step.layer, start, stop))
+
+
+def _admit(step: LayerStep, hidden: Tensor, placed: Sequence[Placed]) -> Tensor:
+    """Hidden states of `step.rows`: those that came from the layer before, and those that enter here."""
+    came = subtract(step.rows, step.enter)
+    parts: list[tuple[Ranges, Tensor]] = [(came, hidden)]
+    for span in placed:
+        rows = intersect(step.enter, ((span.span.start, span.span.stop),))
+        if rows:
+            parts.append((rows, span.hidden(step.layer, rows)))
+    assert union(*(rows for rows, _ in parts)) == step.rows, "rows enter that no checkpoint holds"
+    out = hidden.new_empty(count(step.rows), hidden.shape[-1])
+    for rows, part in parts:
+        at = 0
+        for start, stop in places(rows, step.rows):
+            out[start:stop] = part[at : at + stop - start]
+            at += stop - start
+    return out
+
+
+def selective_prefill(
+    adapter: Adapter,
+    plan: Plan,
+    placed: Sequence[Placed] = (),
+    watch: Callable[[LayerStep, Tensor], None] | None = None,
+) -> Tensor:
+    """Fill the K/V of a prompt by a plan.
+
+    Parameters
+    ----------
+    placed : sequence of Placed
+        The entries of `plan.spans`, in the same order.
+    watch : callable, optional
+        Called with each layer's step and its input `[rows, hidden]`, to capture checkpoints. It must copy what
+        it keeps.
+
+    Returns
+    -------
+    Tensor, `[count(plan.want), hidden]`
+        The last layer's output, before the final norm.
+    """
+    hidden = torch.empty(0)
+    for step in plan.steps():
+        put_reused(adapter, step, placed)
+        if step.layer == 0:
+            hidden = adapter.embed(step.rows)
+        elif step.enter:
+            hidden = _admit(step, hidden, placed)
+        if watch is not None:
+            watch(step, hidden)
+        hidden = adapter.run_layer(step, hidden)
+    return hidden

@@ -1,0 +1,124 @@
+"""What happened: to one prompt, and since the cache was opened."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Counters", "Outcome", "Report", "SpanReport"]
+
+Outcome = Literal["reused", "prefix", "encoder", "new"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanReport:
+    """One picture of a prompt.
+
+    Attributes
+    ----------
+    content : str
+        Its digest.
+    start, tokens : int
+        Where its vision tokens stand and how many they are (N).
+    outcome : {"reused", "prefix", "encoder", "new"}
+        `reused`: K/V moved and repaired. `prefix`: inside an exact prefix, nothing to do. `encoder`: only the
+        encoder output came from the cache. `new`: nothing did.
+    rows : int
+        Its rows computed, summed over the layers (of `layers * tokens`).
+    """
+
+    content: str
+    start: int
+    tokens: int
+    outcome: Outcome
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One prompt, see `VLCache.last`.
+
+    Attributes
+    ----------
+    spans : tuple of SpanReport
+    policy : str
+    prompt_tokens : int
+        T.
+    exact_prefix_tokens : int
+        Leading tokens taken from an earlier prompt, exactly.
+    rows : tuple of int
+        Rows computed in each layer.
+    moved_bytes : int
+        K/V bytes put in place for reused tokens.
+    seconds : dict
+        Wall time by stage: media, tokens, lookup, encode, prefill, store.
+    """
+
+    spans: tuple[SpanReport, ...]
+    policy: str
+    prompt_tokens: int
+    exact_prefix_tokens: int = 0
+    rows: tuple[int, ...] = ()
+    moved_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def hits(self) -> int:
+        """Pictures that were neither encoded nor prefilled in full."""
+        return sum(span.outcome in ("reused", "prefix") for span in self.spans)
+
+    @property
+    def vision_tokens(self) -> int:
+        return sum(span.tokens for span in self.spans)
+
+    @property
+    def computed_share(self) -> float:
+        """Rows of vision tokens computed, as a share of all layers times all vision tokens."""
+        total = self.vision_tokens * len(self.rows)
+        return sum(span.rows for span in self.spans) / total if total else 0.0
+
+    @property
+    def computed_vision_tokens(self) -> int:
+        """Vision tokens computed, in the mean over the layers, rounded."""
+        return round(self.computed_share * self.vision_tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        derived = ("hits", "vision_tokens", "computed_vision_tokens", "computed_share")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the cache was opened.
+
+    Attributes
+    ----------
+    known_files : int
+        Pictures recognised by their bytes alone, without decoding (first level).
+    known_pictures : int
+        Pictures recognised by their pixels, after decoding (second level).
+    new_pictures : int
+        Pictures never seen under these settings.
+    decoded, preprocessed, encoded : int
+        Pictures decoded, run through the processor, run through the encoder.
+    reused, prefix_hits, encoder_hits, misses : int
+        Spans by outcome.
+    rejects : dict
+        Entries found but not used, by reason.
+    """
+
+    known_files: int = 0
+    known_pictures: int = 0
+    new_pictures: int = 0
+    decoded: int = 0
+    preprocessed: int = 0
+    encoded: int = 0
+    reused: int = 0
+    prefix_hits: int = 0
+    encoder_hits: int = 0
+    misses: int = 0
+    rejects: dict[str, int] = field(default_factory=dict)
+
+    def reject(self, reason: str) -> None:
+        self.rejects[reason] = self.rejects.get(reason, 0) + 1

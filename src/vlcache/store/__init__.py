@@ -1,0 +1,6 @@
+"""Where entries live."""
+
+from vlcache.store.base import Store, StoreStats
+from vlcache.store.memory import MemoryStore
+
+__all__ = ["MemoryStore", "Store", "StoreStats"]

@@ -1,0 +1,53 @@
+"""What a store is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from vlcache.types import Entry, EntryKey
+
+__all__ = ["Store", "StoreStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counters since the store was opened, and what it holds now."""
+
+    entries: int
+    held_bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    puts: int
+    evictions: int
+    refusals: int
+    """Entries not kept: larger than the store, or no room beside pinned ones."""
+
+
+class Store(Protocol):
+    """A place for entries. Safe to call from several threads.
+
+    A store never raises for what befalls an entry (damage, no space, no server): it answers with a miss.
+    """
+
+    def get_many(self, keys: Sequence[EntryKey]) -> Mapping[EntryKey, Entry]:
+        """The entries that are there. Their tensors stay valid while the caller holds them, and are not to be
+        written to."""
+        ...
+
+    def put(self, entry: Entry) -> bool:
+        """Keep an entry under its header's key, in place of an older one; False if it was not kept."""
+        ...
+
+    def pin(self, keys: Sequence[EntryKey]) -> AbstractContextManager[None]:
+        """While the context lasts, these entries are not evicted (those that are there)."""
+        ...
+
+    def stats(self) -> StoreStats: ...
+
+    def close(self) -> None:
+        """Release everything. A closed store misses and keeps nothing."""
+        ...
