@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from vlcache.engines.transformers.load import PictureProcessor, torchvision_imports
+
 __all__ = ["SHAPES", "TINY", "Shape", "build_model", "build_processor", "save_checkpoint"]
 
 Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
@@ -70,6 +72,9 @@ SHAPES: dict[str, Shape] = {
     "small": Shape(
         "qwen2_5_vl", 896, 4864, 24, 14, 2, 64, (8, 12, 12), 8, 768, 2048, 12, vision_full=tuple(range(8))
     ),
+    "demo": Shape(
+        "qwen2_5_vl", 512, 2048, 12, 8, 2, 64, (8, 12, 12), 6, 384, 1024, 6, vision_full=tuple(range(6)), vocabulary=320
+    ),
     "qwen2-vl-2b": Shape("qwen2_vl", 1536, 8960, 28, 12, 2, 128, (16, 24, 24), 32, 1280, 5120, 16),
     "qwen2.5-vl-3b": Shape(
         "qwen2_5_vl", 2048, 11008, 36, 16, 2, 128, (16, 24, 24), 32, 1280, 3420, 16, vision_full=(7, 15, 23, 31)
@@ -78,7 +83,8 @@ SHAPES: dict[str, Shape] = {
         "qwen3_vl", 2048, 6144, 28, 16, 8, 128, (24, 20, 20), 24, 1024, 4096, 16, deepstack=(5, 11, 17), theta=5e6
     ),
 }
-"""`small` is the decoder of Qwen2.5-0.5B behind a ViT of 8 blocks; the others are published models' shapes."""
+"""`small` is the decoder of Qwen2.5-0.5B behind a ViT of 8 blocks, `demo` one that float32 on a laptop runs in a
+second; the others are published models' shapes."""
 
 TINY: dict[Family, Shape] = {
     "qwen2_vl": Shape(
@@ -107,16 +113,18 @@ def build_processor(shape: Shape, max_pixels: int = 12_845_056) -> Any:
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token=None
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(_SPECIAL)})
+    settings = {"patch_size": shape.patch, "merge_size": 2, "temporal_patch_size": 2}
+    size = {"shortest_edge": 56 * 56, "longest_edge": max_pixels}
+    if not torchvision_imports():
+        pictures = transformers.Qwen2VLImageProcessorPil(size=size, **settings)
+        return PictureProcessor(tokenizer, pictures, _TEMPLATE)
     names = {
         "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLVideoProcessor"),
         "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
         "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
     }
     processor_name, video_name = names[shape.family]
-    settings = {"patch_size": shape.patch, "merge_size": 2, "temporal_patch_size": 2}
-    pictures = transformers.Qwen2VLImageProcessor(
-        size={"shortest_edge": 56 * 56, "longest_edge": max_pixels}, **settings
-    )
+    pictures = transformers.Qwen2VLImageProcessor(size=size, **settings)
     videos = getattr(transformers, video_name)(**settings)
     make = getattr(transformers, processor_name)
     return make(image_processor=pictures, tokenizer=tokenizer, video_processor=videos, chat_template=_TEMPLATE)

@@ -11,18 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from vlcache.engines.transformers.attention import attend
 from vlcache.plan import LayerStep
 from vlcache.prefill import take
-from vlcache.ranges import Ranges, count, indices, intersect, places, shift
+from vlcache.ranges import Ranges, count, intersect, places, shift
 from vlcache.types import Geometry, Span
 
 __all__ = ["PromptPass"]
-
-# Bound on query rows x keys of one attention mask, per head
-_MASK_ELEMENTS = 1 << 23
 
 
 class PromptPass:
@@ -67,7 +64,6 @@ class PromptPass:
         new = {"device": self._device, "dtype": self._dtype}
         self.keys = [torch.empty(shape, **new) for _ in range(geometry.layers)]
         self.values = [torch.empty(shape, **new) for _ in range(geometry.layers)]
-        self._masks: dict[tuple[Ranges, int], Tensor] = {}
 
     @property
     def geometry(self) -> Geometry:
@@ -133,43 +129,8 @@ class PromptPass:
             queries = attention.q_norm(queries)
         queries = self._rotated(queries, step.keep).transpose(0, 1)
         keys, values = self.keys[step.layer][0], self.values[step.layer][0]
-        mixed = self._softmax(queries, keys, values, step.keep, attention.scaling)
+        mixed = attend(queries, keys, values, step.keep, attention.scaling)
         return attention.o_proj(mixed.transpose(0, 1).reshape(1, count(step.keep), -1))[0]
-
-    def _softmax(self, queries: Tensor, keys: Tensor, values: Tensor, rows: Ranges, scale: float) -> Tensor:
-        """Causal attention of some rows over the whole prompt before each: `[heads, rows, D]`."""
-        if len(rows) == 1 and rows[0][0] == 0:
-            k, v = keys[None, :, : rows[0][1]], values[None, :, : rows[0][1]]
-            grouped = queries.shape[0] != keys.shape[0]
-            return F.scaled_dot_product_attention(
-                queries[None], k, v, is_causal=True, scale=scale, enable_gqa=grouped
-            )[0]
-        # The query heads that share a KV head are laid one after the other as rows of that head, so that the
-        # keys, which outnumber the rows by far, are not copied per query head.
-        heads, total, dim = queries.shape
-        groups = heads // keys.shape[0]
-        queries = queries.reshape(keys.shape[0], groups, total, dim)
-        chunk = max(1, _MASK_ELEMENTS // (groups * keys.shape[1]))
-        out = torch.empty_like(queries)
-        for at in range(0, total, chunk):
-            some = queries[:, :, at : at + chunk]
-            mask, stop = self._mask(rows, at, at + some.shape[2], groups)
-            mixed = F.scaled_dot_product_attention(
-                some.reshape(1, keys.shape[0], -1, dim), keys[None, :, :stop], values[None, :, :stop], mask, scale=scale
-            )
-            out[:, :, at : at + chunk] = mixed.reshape(some.shape)
-        return out.reshape(heads, total, dim)
-
-    def _mask(self, rows: Ranges, start: int, stop: int, groups: int) -> tuple[Tensor, int]:
-        """Which keys rows number `start` to `stop` of `rows` see, `[groups * rows, keys]`, and how many keys."""
-        if (rows, start) not in self._masks:
-            where = torch.tensor(indices(rows)[start:stop], device=self._device)
-            mask = torch.arange(int(where[-1]) + 1, device=self._device) <= where[:, None]
-            if len(self._masks) > 8:
-                self._masks.clear()
-            self._masks[rows, start] = mask.repeat(groups, 1)
-        mask = self._masks[rows, start]
-        return mask, mask.shape[1]
 
     def _heads(self, projected: Tensor) -> Tensor:
         """`[1, rows, heads * D]` to `[rows, heads, D]`."""

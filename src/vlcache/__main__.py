@@ -1,0 +1,5 @@
+"""`python -m vlcache` is `vlcache`."""
+
+from vlcache.cli import main
+
+main()

@@ -1,0 +1,251 @@
+"""Time to first token of one picture: plain transformers, a miss, a hit, and what a hit could cost at best.
+
+All arms run in one process, one after the other in each round, from JPEG bytes to the first token. Medians are
+compared as ratios, so a slow machine shifts all of them alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vlcache.bench.checkpoints import SHAPES, build_model, build_processor
+from vlcache.engines.transformers import VLCache
+from vlcache.errors import ConfigError
+
+__all__ = ["Settings", "run"]
+
+ARMS = ("full_s", "cold_s", "warm_s", "text_only_s", "same_rows_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is measured.
+
+    Attributes
+    ----------
+    shape : str
+        Key of `vlcache.bench.checkpoints.SHAPES`.
+    image_tokens, text_tokens : int
+        Vision tokens, and all others including the chat template's.
+    runs, warmups : int
+        Rounds measured, and rounds before them.
+    policy : str
+    dtype : str
+        Of the weights: `bfloat16`, `float16` or `float32`.
+    device : str
+    """
+
+    shape: str = "small"
+    image_tokens: int = 1008
+    text_tokens: int = 40
+    runs: int = 3
+    warmups: int = 1
+    policy: str = "prefix:0.02"
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+
+
+class _Bench:
+    def __init__(self, settings: Settings) -> None:
+        self.shape = SHAPES[settings.shape]
+        self.settings = settings
+        height, width = _grid(settings.image_tokens)
+        side = self.shape.patch * 2
+        self.size = (width * side, height * side)
+        self.processor = build_processor(self.shape, max_pixels=self.size[0] * self.size[1])
+        dtype = getattr(torch, settings.dtype)
+        self.model = build_model(self.shape, self.processor.tokenizer, dtype).to(settings.device)
+        self._fixed = len(self._ids(self._chat(None, "", ""))) + 2  # and the tokens around a picture
+        self._filler = settings.text_tokens - self._fixed
+        if self._filler < 8:
+            raise ConfigError(f"text_tokens {settings.text_tokens} is too few; the template needs {self._fixed + 8}")
+
+    def picture(self, seed: int) -> bytes:
+        """A JPEG that looks like a photograph to a decoder: smooth structure with some noise."""
+        rng = np.random.default_rng(seed)
+        coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize(self.size, Image.Resampling.BICUBIC), dtype=np.int16)
+        noisy = smooth + rng.integers(-12, 13, smooth.shape, dtype=np.int16)
+        out = io.BytesIO()
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
+        return out.getvalue()
+
+    def chat(self, picture: Any, number: int) -> list[dict[str, Any]]:
+        """A prompt of `text_tokens`; `number` changes its first tokens, so that no prefix is shared."""
+        system = f"{number:04d}"
+        return self._chat(picture, system, "q" * (self._filler - len(system)))
+
+    def _chat(self, picture: Any, system: str, question: str) -> list[dict[str, Any]]:
+        parts = [] if picture is None else [{"type": "image", "image": picture}]
+        user = [*parts, {"type": "text", "text": question}]
+        return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+    def _ids(self, chat: Any) -> Any:
+        text = self.processor.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return self.processor.tokenizer(text)["input_ids"]
+
+    def first_token(self, inputs: Any) -> None:
+        self.model.generate(**inputs, max_new_tokens=1, min_new_tokens=1)
+
+    def plain(self, data: bytes, number: int) -> None:
+        inputs = self.processor.apply_chat_template(
+            self.chat(Image.open(io.BytesIO(data)), number),
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        total = self.settings.image_tokens + self.settings.text_tokens
+        assert inputs["input_ids"].shape[1] == total, (inputs["input_ids"].shape, total)
+        self.first_token(inputs.to(self.settings.device))
+
+    def tokens(self, count: int, number: int) -> None:
+        """Plain transformers over `count` tokens of text."""
+        ids = torch.full((1, count), 65, device=self.settings.device)
+        ids[0, :4] = torch.tensor([48 + int(c) for c in f"{number:04d}"])
+        self.first_token({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def _grid(tokens: int) -> tuple[int, int]:
+    """Rows and columns of a picture with that many tokens, as near to a square as it goes."""
+    rows = next(r for r in range(int(tokens**0.5), 0, -1) if tokens % r == 0)
+    if tokens // rows > 50 * rows:
+        raise ConfigError(f"image_tokens {tokens}: no picture has that many; give a number with two near factors")
+    return rows, tokens // rows
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _machine_rates(device: str, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes per second read by a matrix-vector product, and operations per second of a square GEMM."""
+    weights = torch.randn(1 << 13, 1 << 14, device=device).to(dtype)
+    vector = torch.randn(1 << 14, 1, device=device).to(dtype)
+    a = torch.randn(2048, 2048, device=device).to(dtype)
+    nbytes = weights.numel() * weights.element_size()
+    bandwidth = max(nbytes / _seconds(lambda: weights @ vector) for _ in range(5))
+    gemm = max(2 * 2048**3 / _seconds(lambda: a @ a) for _ in range(5))
+    return bandwidth, gemm
+
+
+def _floors(bench: _Bench, rows: int, say: Callable[[str], None]) -> dict[str, float]:
+    """The least that the weights and the operations allow for the decoder over some rows."""
+    dtype = getattr(torch, bench.settings.dtype)
+    bandwidth, gemm = _machine_rates(bench.settings.device, dtype)
+    decoder = [p for layer in bench.model.model.language_model.layers for p in layer.parameters()]
+    head = bench.model.lm_head.weight
+    weight_bytes = sum(p.numel() * p.element_size() for p in [*decoder, head])
+    operations = 2 * rows * sum(p.numel() for p in decoder if p.ndim == 2) + 2 * head.numel()
+    floors = {"weights_s": weight_bytes / bandwidth, "operations_s": operations / gemm}
+    say(
+        f"floor of a hit ({rows} rows): {weight_bytes / 1e9:.2f} GB of weights at {bandwidth / 1e9:.1f} GB/s = "
+        f"{floors['weights_s']:.3f} s, {operations / 1e9:.0f} GFLOP at {gemm / 1e9:.0f} GFLOP/s = "
+        f"{floors['operations_s']:.3f} s"
+    )
+    return floors
+
+
+def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)) -> dict[str, Any]:
+    """Measure, and return what the last line prints.
+
+    Parameters
+    ----------
+    say : callable
+        Takes lines of progress.
+    """
+    say(f"building {settings.shape} with random weights, {settings.dtype} on {settings.device}")
+    bench = _Bench(settings)
+    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    stages: list[dict[str, float]] = []
+    with VLCache(bench.model, bench.processor, settings.policy) as cache:
+        known, number = bench.picture(0), 1
+        cache.prefill(bench.chat(known, 0))
+        entry_bytes = cache.store.stats().held_bytes
+        cache.prefill(bench.chat(known, number))
+        assert cache.last is not None
+        assert cache.last.hits == 1
+        share, rows = cache.last.computed_share, max(cache.last.rows)
+        floors = _floors(bench, rows, say)
+
+        def hit(number: int) -> None:
+            bench.first_token(cache.prefill(bench.chat(known, number)))
+            assert cache.last is not None
+            assert cache.last.hits == 1
+
+        def miss(data: bytes, number: int) -> None:
+            bench.first_token(cache.prefill(bench.chat(data, number)))
+            assert cache.last is not None
+            assert cache.last.hits == 0
+
+        for turn in range(settings.warmups + settings.runs):
+            number += 10
+            fresh = bench.picture(number)
+            gc.collect()
+            arms: dict[str, Callable[[], object]] = {
+                "full_s": lambda fresh=fresh, n=number: bench.plain(fresh, n),  # type: ignore[misc]
+                "cold_s": lambda fresh=fresh, n=number: miss(fresh, n + 1),  # type: ignore[misc]
+                "warm_s": lambda n=number: hit(n + 2),  # type: ignore[misc]
+                "text_only_s": lambda n=number: bench.tokens(settings.text_tokens, n + 3),  # type: ignore[misc]
+                "same_rows_s": lambda n=number: bench.tokens(rows, n + 4),  # type: ignore[misc]
+            }
+            for arm, work in arms.items():
+                seconds = _seconds(work)
+                if turn >= settings.warmups:
+                    times[arm].append(seconds)
+                    if arm == "warm_s":
+                        stages.append(cache.last.seconds)
+            say(f"round {turn + 1} of {settings.warmups + settings.runs} done")
+
+    median = {arm: statistics.median(values) for arm, values in times.items()}
+    for arm, value in median.items():
+        say(f"{arm:<12} {value:8.3f} s   ({', '.join(f'{t:.3f}' for t in times[arm])})")
+    result: dict[str, Any] = {
+        "shape": settings.shape,
+        "image_tokens": settings.image_tokens,
+        "text_tokens": settings.text_tokens,
+        "policy": settings.policy,
+        "dtype": settings.dtype,
+        "device": torch.cuda.get_device_name() if settings.device == "cuda" else settings.device,
+        "runs": settings.runs,
+        **median,
+        "speedup": median["full_s"] / median["warm_s"],
+        "overhead": median["warm_s"] / median["same_rows_s"],
+        "cold_overhead": median["cold_s"] / median["full_s"],
+        "computed_share": share,
+        "computed_rows": rows,
+        "entry_bytes": entry_bytes,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "floor": floors,
+        "stages_s": {name: statistics.median(s[name] for s in stages) for name in stages[0]},
+    }
+    return {key: _rounded(value) for key, value in result.items()}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def print_result(result: dict[str, Any]) -> None:
+    print(json.dumps(result), flush=True)
