@@ -39,7 +39,7 @@ class Rows:
 def filled(out: dict[str, Any]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Logits of the last row and the K and V of all tokens that a prefill handed over."""
     cache = out.get("cache", out.get("past_key_values"))
-    logits = cache.first_logits(out["input_ids"][:, -1:])
+    logits = cache.first_logits(1)
     return logits[0, -1], [layer.keys[0] for layer in cache.layers], [layer.values[0] for layer in cache.layers]
 
 

@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from PIL import Image
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +43,7 @@ def _story() -> list[tuple[str, list[dict[str, Any]]]]:
 
 def run(console: Console | None = None) -> dict[str, Any]:
     """Tell the story, print the table, and return its rows."""
-    console = console or Console(stderr=False)
+    console = console or Console(soft_wrap=True, width=max(100, Console().width))
     console.print("Building a small Qwen2.5-VL with random weights: its words are noise, the times are real.")
     processor = build_processor(SHAPES["demo"])
     model = build_model(SHAPES["demo"], processor.tokenizer)
@@ -69,6 +70,7 @@ def run(console: Console | None = None) -> dict[str, Any]:
             )
             console.print(f"  {title}: first token after {ours_s:.3f} s, plain transformers {plain_s:.3f} s")
         held = cache.store.stats().held_bytes
+    console.print("\nTokens of pictures, and seconds to the first token:")
     console.print(_table(rows))
     total = {key: sum(row[key] for row in rows) for key in ("vision_tokens", "computed", "plain_ttft_s", "ttft_s")}
     console.print(
@@ -91,9 +93,9 @@ def _plain(model: Any, processor: Any, chat: list[dict[str, Any]]) -> float:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table()
-    for name in ("step", "vision tokens", "computed", "reused", "plain TTFT", "vlcache TTFT", "sooner"):
-        table.add_column(name, justify="left" if name == "step" else "right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("step", "vision", "computed", "reused", "plain", "vlcache", "sooner"):
+        table.add_column(name, justify="left" if name == "step" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["step"],

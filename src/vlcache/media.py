@@ -27,7 +27,7 @@ __all__ = ["Picture", "Source", "open_picture"]
 Source = Image.Image | bytes | str | os.PathLike[str]
 
 # Formats whose decoders are part of Pillow itself and start no other program
-_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF")
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _READER = "vlcache-reader-1"
 
 

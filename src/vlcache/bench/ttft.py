@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import io
-import json
 import resource
 import statistics
 import sys
@@ -177,7 +176,7 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
     bench = _Bench(settings)
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     stages: list[dict[str, float]] = []
-    with VLCache(bench.model, bench.processor, settings.policy) as cache:
+    with VLCache(bench.model, bench.processor, settings.policy, prefix_cache=False) as cache:
         known, number = bench.picture(0), 1
         cache.prefill(bench.chat(known, 0))
         entry_bytes = cache.store.stats().held_bytes
@@ -245,7 +244,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
     return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def print_result(result: dict[str, Any]) -> None:
-    print(json.dumps(result), flush=True)

@@ -377,7 +377,7 @@ class VLCache:
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "position_ids": positions,
-            cache_argument(self._model): PrefilledCache(work.keys, work.values, ids, logits),
+            cache_argument(self._model): PrefilledCache(work.keys, work.values, ids.clone(), logits),
         }
 
     def _check_policy(self, policy: Policy) -> None:

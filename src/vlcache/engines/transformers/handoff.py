@@ -8,8 +8,8 @@ others, so the cache carries its logits, and the model's first call is answered 
     generate  model(last token)  -> the stored logits      the layers show T tokens
     generate  model(new token)   -> the model itself
 
-Whatever else calls the model first (assisted decoding with its candidates, a forward that wants attentions) goes
-to the model itself and finds an ordinary cache of T-1 tokens.
+Chunks of a chunked prefill that are in the cache are skipped. Whatever else calls the model first (assisted decoding
+with its candidates, a forward that wants attentions) goes to the model itself and finds a cache of T-1 tokens.
 """
 
 from __future__ import annotations
@@ -74,26 +74,41 @@ class PrefilledCache(DynamicCache):  # type: ignore[misc]
         self._logits: Tensor | None = logits
 
     @property
+    def prompt_length(self) -> int:
+        """T."""
+        return int(self._ids.shape[1])
+
+    @property
     def fresh(self) -> bool:
         """True until the model has been called on this cache."""
         return self._logits is not None and self.get_seq_length() == self._ids.shape[1] - 1
 
-    def first_logits(self, ids: Tensor) -> Tensor | None:
-        """Logits for a first call with the last prompt token, `[batch, 1]`; None if these are other tokens."""
-        if self._logits is None or ids.shape[1] != 1 or not bool((ids == self._ids[0, -1]).all()):
-            return None
-        logits, self._logits = self._logits.expand(ids.shape[0], -1, -1), None
+    def start_of(self, ids: Tensor, positions: Tensor | None) -> int | None:
+        """Where in the prompt a call's tokens `[batch, n]` begin; None if they are not the prompt's.
+
+        `generate`'s own position ids say it in their first row; a call without them is taken to bring the last
+        token, or everything.
+        """
+        total, n = self._ids.shape[1], ids.shape[1]
+        if positions is not None and positions.ndim == 3 and positions.shape[0] == 4:
+            start = int(positions[0, 0, 0])
+        else:
+            start = total - 1 if n == 1 else 0
+        stop = min(start + n, total)
+        same = start < stop and bool((ids[:, : stop - start] == self._ids[:, start:stop]).all())
+        return start if same else None
+
+    def first_logits(self, batch: int) -> Tensor:
+        """Logits of the last prompt token, `[batch, 1, vocabulary]`. From here on all T tokens are shown."""
+        assert self._logits is not None
+        logits, self._logits = self._logits.expand(batch, -1, -1), None
         for layer in self.layers:
-            layer.reveal(ids.shape[0])
+            layer.reveal(batch)
         return logits
 
-    def skip_known(self, ids: Tensor) -> int:
-        """How many leading tokens of a first call are in the cache already (callers that do not slice)."""
+    def forget_logits(self) -> None:
+        """From here on this is an ordinary cache of T-1 tokens."""
         self._logits = None
-        total = self._ids.shape[1]
-        if ids.shape[1] >= total > 1 and bool((ids[:, :total] == self._ids).all()):
-            return total - 1
-        return 0
 
 
 class FirstCall:
@@ -129,18 +144,25 @@ class FirstCall:
             self._model.__dict__.pop("forward", None)
 
     def _answer(self, cache: PrefilledCache, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        ids = kwargs.get("input_ids")
-        if ids is None:
+        """The stored answer, or None and the arguments with which the model itself is to be called."""
+        ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+        start = None if ids is None else cache.start_of(ids, positions)
+        if start is None:
+            cache.forget_logits()
             return None, kwargs
-        if self._plain(kwargs) and (logits := cache.first_logits(ids)) is not None:
-            return CausalLMOutputWithPast(logits=logits, **{self._name: cache}), kwargs
-        known = cache.skip_known(ids)
-        if known:
-            kwargs = dict(kwargs, input_ids=ids[:, known:])
-            for name in ("position_ids", "mm_token_type_ids"):
-                value = kwargs.get(name)
-                if isinstance(value, torch.Tensor) and value.shape[-1] == ids.shape[1]:
-                    kwargs[name] = value[..., known:]
+        batch, n = ids.shape
+        if start + n < cache.prompt_length:
+            # A chunk of a chunked prefill; its caller reads the last chunk's logits only
+            return CausalLMOutputWithPast(**{self._name: cache}), kwargs
+        if start + n == cache.prompt_length and self._plain(kwargs):
+            return CausalLMOutputWithPast(logits=cache.first_logits(batch), **{self._name: cache}), kwargs
+        cache.forget_logits()
+        known = cache.prompt_length - 1 - start
+        kwargs = dict(kwargs, input_ids=ids[:, known:])
+        for name in ("position_ids", "mm_token_type_ids"):
+            value = kwargs.get(name)
+            if isinstance(value, torch.Tensor) and value.shape[-1] == n:
+                kwargs[name] = value[..., known:]
         return None, kwargs
 
     def _plain(self, kwargs: dict[str, Any]) -> bool:

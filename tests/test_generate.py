@@ -1,0 +1,191 @@
+"""What `prefill` returns goes into `generate` as it is, with every way of decoding, and leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Lab, make_picture
+from transformers import StoppingCriteria, TextStreamer, set_seed
+
+from vlcache.bench.checkpoints import TINY, build_model
+from vlcache.engines.transformers.handoff import PrefilledCache
+
+PICTURE = make_picture(1)
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "three samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beam samples": {"num_beams": 2, "do_sample": True},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "scores": {"output_scores": True, "output_logits": True, "return_dict_in_generate": True},
+    "hidden states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+}
+
+
+def chats(lab: Lab) -> tuple[Any, Any]:
+    return lab.chat(PICTURE, "q"), lab.chat(PICTURE, "What is shown?", system="Other.")
+
+
+def sequences(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out.sequences
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_decoding_goes_on_from_a_hit(lab: Lab, way: str) -> None:
+    first, second = chats(lab)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12} | WAYS[way]
+    set_seed(7)
+    plain = sequences(lab.model.generate(**lab.inputs(second), **options))
+    with lab.cache("full") as cache:
+        cache.prefill(first)
+        inputs = cache.prefill(second)
+        assert cache.last.hits == 1
+        set_seed(7)
+        ours = sequences(lab.model.generate(**inputs, **options))
+    assert torch.equal(ours, plain)
+
+
+def test_chunked_prefill_finds_nothing_left_to_cut(lab: Lab) -> None:
+    """A picture split by the chunk gives what the whole prompt gives."""
+    first, second = chats(lab)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12}
+    plain = lab.model.generate(**lab.inputs(second), **options)
+    with lab.cache("full") as cache:
+        cache.prefill(first)
+        assert torch.equal(lab.model.generate(**cache.prefill(second), prefill_chunk_size=16, **options), plain)
+
+
+def test_an_assistant_model_goes_on_from_a_hit(one_lab: Lab) -> None:
+    """Another model drafts; the tokens are those of the model alone."""
+    assistant = build_model(TINY["qwen2_5_vl"], one_lab.processor.tokenizer, seed=1)
+    first, second = chats(one_lab)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12}
+    plain = one_lab.model.generate(**one_lab.inputs(second), **options)
+    with one_lab.cache("full") as cache:
+        cache.prefill(first)
+        for drafting in (assistant, one_lab.model):
+            known = cache.prefill(second)
+            assert torch.equal(one_lab.model.generate(**known, assistant_model=drafting, **options), plain)
+
+
+def test_streamers_and_stopping_criteria(one_lab: Lab) -> None:
+    class AfterFour(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
+
+    class Streamer(TextStreamer):
+        tokens: list[int]
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.tokens.append(-1)
+
+    with one_lab.cache() as cache:
+        inputs = cache.prefill(chats(one_lab)[0])
+        stop, streamer = AfterFour(), Streamer(one_lab.processor.tokenizer)
+        stop.length, streamer.tokens = inputs["input_ids"].shape[1] + 4, []
+        out = one_lab.model.generate(**inputs, stopping_criteria=[stop], streamer=streamer, max_new_tokens=12)
+        assert out.shape[1] == stop.length
+        assert streamer.tokens == [*out[0].tolist(), -1]
+
+
+def test_the_first_call_is_answered_without_the_model(one_lab: Lab) -> None:
+    calls = []
+    handle = one_lab.model.model.language_model.layers[0].register_forward_hook(lambda *a: calls.append(1))
+    try:
+        with one_lab.cache() as cache:
+            inputs = cache.prefill(chats(one_lab)[0])
+            one_lab.model.generate(**inputs, max_new_tokens=1, min_new_tokens=1)
+            assert calls == []
+            again = cache.prefill(chats(one_lab)[0])
+            one_lab.model.generate(**again, max_new_tokens=3, min_new_tokens=3)
+            assert len(calls) == 2
+    finally:
+        handle.remove()
+
+
+def test_two_prompts_in_flight_do_not_mix(lab: Lab) -> None:
+    """Same texts, same sizes, prefilled one after the other and only then decoded."""
+    red, blue = (lab.chat(make_picture(seed), "Which colour?") for seed in (21, 22))
+    plain = [lab.model.generate(**lab.inputs(c), max_new_tokens=8, min_new_tokens=8) for c in (red, blue)]
+    with lab.cache() as cache:
+        waiting = [cache.prefill(c) for c in (red, blue)]
+        for inputs, expected in zip(reversed(waiting), reversed(plain), strict=True):
+            assert torch.equal(lab.model.generate(**inputs, max_new_tokens=8, min_new_tokens=8), expected)
+
+
+def test_nothing_of_the_cache_stays_on_the_model(lab: Lab) -> None:
+    before, deltas = set(lab.model.__dict__), lab.model.model.rope_deltas
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in lab.model.modules())
+    with lab.cache() as cache:
+        lab.model.generate(**cache.prefill(chats(lab)[0]), max_new_tokens=2)
+        assert "forward" in lab.model.__dict__
+    assert set(lab.model.__dict__) == before
+    assert lab.model.model.rope_deltas is deltas
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in lab.model.modules()) == hooks
+    assert type(lab.model).forward.__module__.startswith("transformers.")
+
+
+def test_an_instance_forward_that_was_there_comes_back(one_lab: Lab) -> None:
+    wrapped = one_lab.model.forward
+    calls = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return wrapped(*args, **kwargs)
+
+    one_lab.model.forward = spy
+    try:
+        with one_lab.cache() as cache:
+            one_lab.model.generate(**cache.prefill(chats(one_lab)[0]), max_new_tokens=3, min_new_tokens=3)
+        assert one_lab.model.forward is spy
+        assert len(calls) == 2
+    finally:
+        del one_lab.model.forward
+
+
+def test_a_prompt_can_be_decoded_after_the_cache_is_gone(one_lab: Lab) -> None:
+    chat = chats(one_lab)[0]
+    plain = one_lab.model.generate(**one_lab.inputs(chat), max_new_tokens=8, min_new_tokens=8)
+    with one_lab.cache() as cache:
+        inputs = cache.prefill(chat)
+    for options in ({}, {"num_beams": 2}):
+        again = one_lab.cache().prefill(chat)
+        out = one_lab.model.generate(**again, max_new_tokens=8, min_new_tokens=8, **options)
+        expected = one_lab.model.generate(**one_lab.inputs(chat), max_new_tokens=8, min_new_tokens=8, **options)
+        assert torch.equal(out, expected)
+    assert torch.equal(one_lab.model.generate(**inputs, max_new_tokens=8, min_new_tokens=8), plain)
+
+
+def test_a_first_call_with_other_tokens_goes_to_the_model(one_lab: Lab) -> None:
+    """A caller may put other words at the end; the stored logits are not theirs."""
+    chat = chats(one_lab)[0]
+    plain = one_lab.inputs(chat)
+    plain["input_ids"][:, -1] = 65
+    expected = one_lab.model.generate(**plain, max_new_tokens=4, min_new_tokens=4)
+    with one_lab.cache() as cache:
+        inputs = cache.prefill(chat)
+        cached = next(v for v in inputs.values() if isinstance(v, PrefilledCache))
+        assert cached.fresh
+        inputs["input_ids"][:, -1] = 65
+        assert torch.equal(one_lab.model.generate(**inputs, max_new_tokens=4, min_new_tokens=4), expected)
+        assert not cached.fresh
+
+
+def test_text_prompts_pass_through(lab: Lab) -> None:
+    chat = lab.chat("No picture here.")
+    inputs = lab.inputs(chat)
+    with lab.cache() as cache:
+        out = cache.prefill(chat)
+        assert cache.last.spans == ()
+        assert set(out) == set(inputs)
+        assert torch.equal(out["input_ids"], inputs["input_ids"])
+        ours = lab.model.generate(**out, max_new_tokens=8, min_new_tokens=8)
+        assert torch.equal(ours, lab.model.generate(**inputs, max_new_tokens=8, min_new_tokens=8))
+        assert set(cache.prefill(inputs)) == set(inputs)

@@ -1,0 +1,295 @@
+"""What is looked up, encoded, decoded and counted: the two levels, misses that must be misses, hits that must hit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Lab, make_picture
+from PIL import Image
+from reference import record
+
+from vlcache import InputError, MediaError, VLCache
+from vlcache.store import MemoryStore
+
+
+@contextmanager
+def calls_of(module: Any) -> Iterator[list[int]]:
+    calls: list[int] = []
+    handle = module.register_forward_hook(lambda *args: calls.append(1))
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def png(picture: Image.Image) -> bytes:
+    out = io.BytesIO()
+    picture.save(out, "PNG")
+    return out.getvalue()
+
+
+def outcomes(cache: VLCache) -> list[str]:
+    assert cache.last is not None
+    return [span.outcome for span in cache.last.spans]
+
+
+def ask(cache: VLCache, lab: Lab, *parts: Any, system: str = "s") -> list[str]:
+    cache.prefill(lab.chat(*parts, system=system))
+    return outcomes(cache)
+
+
+def test_a_hit_neither_decodes_nor_preprocesses_nor_encodes(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = png(make_picture(1))
+    with lab.cache("prefix:0.02") as cache, calls_of(lab.model.model.visual) as vit:
+        assert ask(cache, lab, data, "q") == ["new"]
+        assert len(vit) == 1
+        opened: list[int] = []
+        monkeypatch.setattr(Image, "open", lambda *a, **k: opened.append(1))
+        monkeypatch.setattr(type(lab.processor.image_processor), "preprocess", lambda *a, **k: opened.append(1))
+        assert ask(cache, lab, data, "other", system="another") == ["reused"]
+        assert len(vit) == 1
+        assert opened == []
+        counters = cache.counters
+        assert (counters.decoded, counters.preprocessed, counters.encoded) == (1, 1, 1)
+        assert (counters.new_pictures, counters.known_files, counters.known_pictures) == (1, 1, 0)
+
+
+def test_the_second_level_knows_re_encoded_and_decoded_pictures(one_lab: Lab) -> None:
+    picture = make_picture(1)
+    webp = io.BytesIO()
+    picture.save(webp, "WEBP", lossless=True)
+    with one_lab.cache() as cache:
+        assert ask(cache, one_lab, png(picture), "q") == ["new"]
+        assert ask(cache, one_lab, webp.getvalue(), "q", system="a") == ["reused"]
+        assert ask(cache, one_lab, picture, "q", system="b") == ["reused"]
+        counters = cache.counters
+        assert (counters.known_pictures, counters.known_files, counters.encoded) == (2, 0, 1)
+        assert ask(cache, one_lab, webp.getvalue(), "q", system="c") == ["reused"]
+        assert counters.known_files == 1
+
+
+def test_another_picture_of_the_same_size_is_a_miss(lab: Lab) -> None:
+    with lab.cache("none") as cache, calls_of(lab.model.model.visual) as vit:
+        assert ask(cache, lab, png(make_picture(1)), "q") == ["new"]
+        assert ask(cache, lab, png(make_picture(2)), "q", system="a") == ["new"]
+        assert len(vit) == 2
+
+
+def test_one_changed_pixel_is_a_miss(lab: Lab) -> None:
+    pixels = np.asarray(make_picture(1)).copy()
+    pixels[50, 60, 1] ^= 1
+    with lab.cache("none") as cache:
+        assert ask(cache, lab, png(make_picture(1)), "q") == ["new"]
+        assert ask(cache, lab, png(Image.fromarray(pixels)), "q", system="a") == ["new"]
+
+
+def test_a_changed_processor_setting_is_a_miss(one_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = png(make_picture(1))
+    with one_lab.cache("none") as cache:
+        assert ask(cache, one_lab, data, "q") == ["new"]
+        monkeypatch.setattr(one_lab.processor.image_processor, "image_mean", [0.4, 0.5, 0.5])
+        assert ask(cache, one_lab, data, "q", system="a") == ["new"]
+        monkeypatch.undo()
+        assert ask(cache, one_lab, data, "q", system="b") == ["reused"]
+
+
+def test_a_file_overwritten_at_its_path_is_read_anew(one_lab: Lab, tmp_path: Path) -> None:
+    path = tmp_path / "page.png"
+    with one_lab.cache("none") as cache:
+        path.write_bytes(png(make_picture(1)))
+        assert ask(cache, one_lab, path, "q") == ["new"]
+        path.write_bytes(png(make_picture(2)))
+        assert ask(cache, one_lab, path, "q", system="a") == ["new"]
+
+
+def test_turned_pictures_with_the_same_bytes_are_distinct(one_lab: Lab) -> None:
+    data = bytes(np.random.default_rng(0).integers(0, 256, 112 * 168 * 3, dtype=np.uint8))
+    wide, tall = Image.frombytes("RGB", (168, 112), data), Image.frombytes("RGB", (112, 168), data)
+    with one_lab.cache("none") as cache:
+        assert ask(cache, one_lab, wide, "q") == ["new"]
+        assert ask(cache, one_lab, tall, "q", system="a") == ["new"]
+
+
+def test_pages_hit_behind_any_prompt_and_in_any_order(one_lab: Lab) -> None:
+    """3 pages x 8 questions: 3 misses, 21 hits; then in another order, all hit."""
+    pages = [png(make_picture(seed)) for seed in (1, 2, 3)]
+    with one_lab.cache("prefix:0.02") as cache:
+        seen = [ask(cache, one_lab, page, f"question {n}")[0] for page in pages for n in range(8)]
+        assert (seen.count("new"), seen.count("reused")) == (3, 21)
+        assert ask(cache, one_lab, *reversed(pages), "compare", system="a") == ["reused"] * 3
+
+
+def test_a_turn_appended_to_a_chat_hits(lab: Lab) -> None:
+    data = png(make_picture(1))
+    chat = lab.chat(data, "q")
+    turn = [{"role": "assistant", "content": "an answer"}, {"role": "user", "content": "and?"}]
+    with lab.cache("full", prefix_cache=True) as cache:
+        cache.prefill(chat)
+        out = cache.prefill([*chat, *turn])
+        assert outcomes(cache) == ["prefix"]
+        expected = lab.model.generate(**lab.inputs([*lab.chat(make_picture(1), "q"), *turn]), max_new_tokens=8)
+        assert torch.equal(lab.model.generate(**out, max_new_tokens=8), expected)
+
+
+def test_an_entry_evicted_between_lookups_is_computed_again(one_lab: Lab) -> None:
+    data, other = png(make_picture(1)), png(make_picture(2))
+    with one_lab.cache("none") as cache:
+        ask(cache, one_lab, data, "q")
+        size = cache.store.stats().held_bytes
+    with one_lab.cache("none", memory_gb=1.5 * size / 1e9) as cache:
+        assert ask(cache, one_lab, data, "q") == ["new"]
+        assert ask(cache, one_lab, other, "q") == ["new"]
+        assert cache.store.stats().entries == 1
+        plain = one_lab.model.generate(**one_lab.inputs(one_lab.chat(make_picture(1), "z")), max_new_tokens=4)
+        out = cache.prefill(one_lab.chat(data, "z"))
+        assert outcomes(cache) == ["new"]
+        assert torch.equal(one_lab.model.generate(**out, max_new_tokens=4), plain)
+
+
+def test_a_store_without_room_still_answers(one_lab: Lab) -> None:
+    with one_lab.cache("none", memory_gb=0) as cache:
+        for _ in range(2):
+            assert ask(cache, one_lab, png(make_picture(1)), "q") == ["new"]
+        assert cache.store.stats().refusals == 2
+
+
+def test_tenants_do_not_see_each_others_entries(one_lab: Lab) -> None:
+    store, data = MemoryStore(10**8), png(make_picture(1))
+    with one_lab.cache("none", store=store, cache_salt="a") as cache:
+        assert ask(cache, one_lab, data, "q") == ["new"]
+    with one_lab.cache("none", store=store, cache_salt="b") as cache:
+        assert ask(cache, one_lab, data, "q", system="x") == ["new"]
+    with one_lab.cache("none", store=store, cache_salt="a") as cache:
+        assert ask(cache, one_lab, data, "q", system="y") == ["reused"]
+
+
+def test_a_model_with_other_weights_does_not_see_the_entries(one_lab: Lab) -> None:
+    from vlcache.bench.checkpoints import TINY, build_model
+
+    store, data = MemoryStore(10**8), png(make_picture(1))
+    other = Lab("other", build_model(TINY["qwen2_5_vl"], one_lab.processor.tokenizer, seed=1), one_lab.processor)
+    with one_lab.cache("none", store=store) as cache:
+        ask(cache, one_lab, data, "q")
+    with other.cache("none", store=store) as cache:
+        assert ask(cache, other, data, "q", system="x") == ["new"]
+
+
+def test_a_damaged_entry_is_a_counted_miss(one_lab: Lab) -> None:
+    from dataclasses import replace
+
+    data = png(make_picture(1))
+    with one_lab.cache("none") as cache:
+        ask(cache, one_lab, data, "q")
+        (entry,) = cache.store._entries.values()
+        cache.store.put(replace(entry, header=replace(entry.header, grid=(1, 2, 2))))
+        assert ask(cache, one_lab, data, "q", system="x") == ["new"]
+        assert cache.counters.rejects == {"grid": 1}
+
+
+def test_only_exact_values_are_stored(lab: Lab, close: Any) -> None:
+    """A new picture behind a repaired one: its encoder output is kept, its K/V only once they are exact."""
+    known, new = png(make_picture(1)), png(make_picture(2))
+    with lab.cache("none") as cache, calls_of(lab.model.model.visual) as vit:
+        ask(cache, lab, known, "q")
+        assert ask(cache, lab, known, new, "q", system="x") == ["reused", "new"]
+        entries = {len(e.header.key.content): e for e in cache.store._entries.values()}
+        assert sorted(e.has_kv for e in cache.store._entries.values()) == [False, True], entries
+        # it has come back: computed in full this once, all before it too, and captured
+        assert ask(cache, lab, known, new, "q", system="y") == ["encoder", "encoder"]
+        assert len(vit) == 2
+        chat = lab.chat(known, new, "q", system="y")
+        hidden = record(lab.model, lab.inputs(lab.chat(make_picture(1), make_picture(2), "q", system="y")))
+        entry = list(cache.store._entries.values())[-1]
+        assert entry.has_kv
+        span = cache.last.spans[1]
+        for layer in range(4):
+            fresh = hidden.values[layer][span.start : span.start + span.tokens].reshape(entry.values[layer].shape)
+            close(entry.values[layer], fresh, 1e-5)
+        cache.prefill(chat[:1] + lab.chat(new, known, "q", system="z")[1:])
+        assert outcomes(cache) == ["reused", "reused"]
+
+
+def test_a_processors_output_is_taken_as_it_is(lab: Lab) -> None:
+    picture = make_picture(1)
+    first, second = (lab.inputs(lab.chat(picture, "q", system=s)) for s in ("a", "bb"))
+    with lab.cache("full") as cache, calls_of(lab.model.model.visual) as vit:
+        cache.prefill(first)
+        out = cache.prefill(second)
+        assert outcomes(cache) == ["reused"]
+        assert len(vit) == 1
+        expected = lab.model.generate(**second, max_new_tokens=8, min_new_tokens=8)
+        assert torch.equal(lab.model.generate(**out, max_new_tokens=8, min_new_tokens=8), expected)
+
+
+def bad_inputs(lab: Lab) -> dict[str, Any]:
+    one = lab.inputs(lab.chat(make_picture(1), "q"))
+    two = {k: torch.cat((v, v)) for k, v in one.items()}
+    grid = one["image_grid_thw"]
+    return {
+        "2 prompts": two,
+        "padded": one | {"attention_mask": torch.cat((torch.zeros(1, 1), one["attention_mask"][:, 1:]), dim=1)},
+        "pixel_values has": one | {"image_grid_thw": grid * torch.tensor([1, 2, 1])},
+        "vision tokens": one | {"input_ids": one["input_ids"][:, 60:]},
+        "go together": {k: v for k, v in one.items() if k != "pixel_values"},
+        "video": one | {"pixel_values_videos": one["pixel_values"]},
+        "no input_ids": {k: v for k, v in one.items() if k != "input_ids"},
+    }
+
+
+@pytest.mark.parametrize("what", ["2 prompts", "padded", "pixel_values has", "vision tokens", "go together", "video", "no input_ids"])
+def test_inputs_that_cannot_be_prefilled(one_lab: Lab, what: str) -> None:
+    with one_lab.cache() as cache:
+        with pytest.raises(InputError, match=what):
+            cache.prefill(bad_inputs(one_lab)[what])
+        assert cache.store.stats().entries == 0
+        assert ask(cache, one_lab, make_picture(1), "q") == ["new"]
+
+
+def test_text_that_spells_a_placeholder_is_refused(one_lab: Lab) -> None:
+    """It would hand every later picture's tokens to the wrong picture."""
+    with one_lab.cache() as cache, pytest.raises(InputError, match="3 picture placeholders for 2 pictures"):
+        ask(cache, one_lab, make_picture(1), "look: <|image_pad|>", make_picture(2))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"content": "no role"}],
+        [{"role": "user", "content": ["bare string"]}],
+        [{"role": "user", "content": [{"type": "image"}]}],
+        [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}],
+    ],
+)
+def test_messages_that_cannot_be_read(one_lab: Lab, messages: Any) -> None:
+    with one_lab.cache() as cache, pytest.raises(InputError, match="message 1"):
+        cache.prefill(messages)
+
+
+BAD_MEDIA = {
+    "picture 2: not a picture": b"this is text",
+    "picture 2: cannot be decoded": png(make_picture(3, 112, 84))[:-128],
+    "picture 2: has zero bytes": b"",
+    "picture 2: 168x112 pixels are over the limit of 12000": png(make_picture(3)),
+    r"picture 2: the processor refuses 1000x3 pixels \(aspect ratio 333:1\)": png(make_picture(3, 1000, 3)),
+    "picture 2: remote addresses": "https://example.org/a.png",
+    r"picture 2 \(missing.png\): cannot be read": Path("missing.png"),
+}
+
+
+@pytest.mark.parametrize("message", BAD_MEDIA)
+def test_a_bad_picture_stores_nothing_and_the_next_call_works(one_lab: Lab, message: str) -> None:
+    good = png(make_picture(1, 112, 84))
+    chat = one_lab.chat(good, "q")
+    chat[1]["content"].append({"type": "image_url", "image_url": {"url": BAD_MEDIA[message]}})
+    with one_lab.cache(max_image_pixels=12_000) as cache:
+        with pytest.raises(MediaError, match=message):
+            cache.prefill(chat)
+        assert cache.store.stats().entries == 0
+        assert ask(cache, one_lab, good, "q") == ["new"]
