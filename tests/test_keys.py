@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from vlcache.keys import digest, fingerprint_settings, fingerprint_weights, scop
 from vlcache.rope import Rope
 from vlcache.store import MemoryStore
 from vlcache.types import Entry, EntryKey, Geometry, Header
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 Weights = list[tuple[str, Tensor]]
 

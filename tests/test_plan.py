@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlcache.plan import LayerStep, Plan, SpanPlan, plan_span
 from vlcache.policies import Evidence, parse_policy
 from vlcache.ranges import Ranges, normal
 from vlcache.types import Span
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 LAYERS = 5
 

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlcache.errors import ConfigError
 from vlcache.policies import POLICIES, Evidence, Full, Layered, NoRecompute, Policy, Prefix, parse_policy
 from vlcache.ranges import Ranges
 from vlcache.types import Span
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 LAYERS = 4
 EVIDENCE = Evidence(layers=LAYERS)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlcache.ranges import Ranges, count, indices, intersect, normal, places, shift, subtract, union
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 raw_ranges = st.lists(st.tuples(st.integers(-5, 40), st.integers(-5, 40)), max_size=8)
 

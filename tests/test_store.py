@@ -128,7 +128,7 @@ def test_an_evicted_entry_stays_valid_for_whom_holds_it(open_store: Open) -> Non
 steps = st.lists(st.tuples(st.sampled_from(["put", "get", "pin"]), st.integers(0, 5), st.integers(1, 3)), max_size=30)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(steps)
 def test_the_bound_is_never_exceeded(open_store: Open, steps: list[tuple[str, int, int]]) -> None:
     store = open_store(4.2)

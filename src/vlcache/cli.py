@@ -116,7 +116,8 @@ def ttft(policy: str | None, **options: Any) -> None:
     """Time to first token: plain transformers, a miss, a hit, and what a hit could cost at best."""
     from vlcache.bench.ttft import Settings, run
 
-    click.echo(json.dumps(run(Settings(**options, policy=policy or Settings.policy))))
+    chosen = {} if policy is None else {"policy": policy}
+    click.echo(json.dumps(run(Settings(**options, **chosen))))
 
 
 def _load(model: str | None, dtype: str, device: str, quiet: bool) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,9 +56,11 @@ class Config:
 
     def __post_init__(self) -> None:
         parse_policy(self.policy)
-        for name in ("memory_gb", "prefix_gb", "max_image_pixels"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: {getattr(self, name)} is negative; give 0 to turn it off")
+        for name in ("memory_gb", "prefix_gb"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}: {getattr(self, name)} is negative or not a size; give GB, 0 to turn it off")
+        if self.max_image_pixels < 1:
+            raise ConfigError(f"max_image_pixels: {self.max_image_pixels} is zero or negative, which refuses every picture")
         if any(layer <= 0 for layer in self.checkpoint_layers):
             raise ConfigError("checkpoint_layers: layers count from 1; layer 0 always is a checkpoint")
 
@@ -89,7 +92,8 @@ def load_config(
     for name, text in environ.items():
         if name.startswith(_PREFIX) and name != _PREFIX + "CONFIG":
             values[_known(name.removeprefix(_PREFIX).lower(), "environment", name)] = text
-    values |= {_known(key, "arguments"): value for key, value in flags.items() if value is not None}
+    given = {_known(key, "arguments"): value for key, value in flags.items()}
+    values |= {key: value for key, value in given.items() if value is not None}
     return Config(**{key: _convert(key, value) for key, value in values.items()})  # type: ignore[arg-type]
 
 
@@ -106,10 +110,10 @@ def _read_yaml(path: Path) -> Mapping[str, object]:
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"configuration file {path}: {error.strerror}; check VLCACHE_CONFIG") from None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"configuration file {path}: not valid YAML; write one 'option: value' a line") from None
     if data is None:
         return {}
@@ -126,7 +130,9 @@ def _convert(key: str, value: object) -> object:
             return _read_bool(value)
         if isinstance(default, tuple):
             parts = value.split(",") if isinstance(value, str) else value
-            return tuple(_read_int(part) for part in parts if part != "")  # type: ignore[attr-defined]
+            if not isinstance(parts, list | tuple):
+                raise ValueError
+            return tuple(_read_int(part) for part in parts if part != "")
         if isinstance(default, int):
             return _read_int(value)
         if isinstance(default, float):

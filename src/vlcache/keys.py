@@ -6,6 +6,7 @@ same bytes (`("ab", "c")` and `("a", "bc")` differ).
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -34,7 +35,9 @@ def digest(*fields: str | bytes | memoryview) -> str:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor's values, row by row, without a copy where it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    buffer = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    buffer.owner = flat  # type: ignore[attr-defined]  # keeps the memory while the view lives
+    return memoryview(buffer).cast("B")
 
 
 def fingerprint_settings(name: str, settings: Mapping[str, object]) -> str:
@@ -51,8 +54,9 @@ def fingerprint_weights(config: str, weights: Iterable[tuple[str, Tensor]]) -> s
     fields: list[str | bytes | memoryview] = [config]
     for name, weight in weights:
         flat = weight.detach().reshape(-1)
-        step = max(1, flat.numel() // _SAMPLES)
-        fields += [name, str(tuple(weight.shape)), str(weight.dtype), tensor_bytes(flat[::step][:_SAMPLES])]
+        n = min(flat.numel(), _SAMPLES)
+        spread = torch.arange(n, device=flat.device) * (flat.numel() - 1) // max(1, n - 1)
+        fields += [name, str(tuple(weight.shape)), str(weight.dtype), tensor_bytes(flat[spread])]
     return digest(*fields)
 
 

@@ -76,8 +76,9 @@ class Picture:
         except MediaError:
             raise
         except Image.DecompressionBombError:
-            remedy = "make it smaller or raise max_image_pixels"
-            raise MediaError(self.label, f"its pixels are over the limit of {max_pixels}", remedy) from None
+            limit = min(max_pixels, 2 * (Image.MAX_IMAGE_PIXELS or max_pixels))
+            remedy = "make it smaller or raise max_image_pixels and PIL.Image.MAX_IMAGE_PIXELS"
+            raise MediaError(self.label, f"its pixels are over the limit of {limit}", remedy) from None
         except Image.UnidentifiedImageError:
             remedy = "give one of " + ", ".join(_FORMATS)
             raise MediaError(self.label, "not a picture of a known format", remedy) from None

@@ -6,7 +6,7 @@ of its new positions: one more rotation by the difference. Values carry no posit
     kind                positions   axis of frequency j (head dim 16, 8 frequencies, sections 2, 3, 3)
     1d                  [1, N]      0 0 0 0 0 0 0 0
     mrope               [3, N]      0 0 1 1 1 2 2 2      t, then h, then w
-    mrope-interleaved   [3, N]      0 1 2 0 1 2 1 2      t h w t h w ..., t takes what is left
+    mrope-interleaved   [3, N]      0 1 2 0 1 2 0 1      t h w t h w ..., t takes what is left
 
 Positions are given per token and axis, so a picture that slides along (t, h and w move alike), a video step that
 moves by a vector and a plain 1-D shift are one case.
@@ -63,7 +63,7 @@ class Rope:
             return [axis % 3 for axis, size in enumerate(self.sections) for _ in range(size)]
         axis_of = [0] * pairs
         for axis in (1, 2):
-            for pair in range(axis, self.sections[axis] * 3, 3):
+            for pair in range(axis, min(self.sections[axis] * 3, pairs), 3):
                 axis_of[pair] = axis
         return axis_of
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from vlcache.rope import Rope
@@ -155,6 +156,10 @@ class Entry:
         for name in ("layout", "key", "tenant", "model", "processor", "dtype", "geometry", "grid", "tokens"):
             if getattr(self.header, name) != getattr(expected, name):
                 return name
+        tensors = [self.encoder, *self.checkpoints.values()]
+        tensors += [kv for kv in (self.keys, self.values) if kv is not None]
+        if any(str(t.dtype) != expected.dtype for t in tensors) or self.positions.dtype != torch.int64:
+            return "dtype"
         g, n = expected.geometry, expected.tokens
         if tuple(self.encoder.shape) != (n, g.encoder_width):
             return "shape"
@@ -165,8 +170,6 @@ class Entry:
                 assert kv is not None
                 if tuple(kv.shape) != (g.layers, n, g.kv_heads, g.head_dim):
                     return "shape"
-                if str(kv.dtype) != expected.dtype:
-                    return "dtype"
         for layer, hidden in self.checkpoints.items():
             if not 0 < layer < g.layers or tuple(hidden.shape) != (n, g.hidden):
                 return "shape"

@@ -59,6 +59,8 @@ class Settings:
 
 class _Bench:
     def __init__(self, settings: Settings) -> None:
+        if settings.shape not in SHAPES:
+            raise ConfigError(f"unknown shape {settings.shape!r}; known are " + ", ".join(SHAPES))
         self.shape = SHAPES[settings.shape]
         self.settings = settings
         height, width = _grid(settings.image_tokens)
@@ -172,8 +174,8 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
     say : callable
         Takes lines of progress.
     """
-    say(f"building {settings.shape} with random weights, {settings.dtype} on {settings.device}")
     bench = _Bench(settings)
+    say(f"{settings.shape} with random weights, {settings.dtype} on {settings.device}")
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     stages: list[dict[str, float]] = []
     with VLCache(bench.model, bench.processor, settings.policy, prefix_cache=False) as cache:

@@ -22,6 +22,12 @@ def _check(ratio: float, policy: str) -> None:
         raise ConfigError(f"policy {policy}: ratio {ratio} is not between 0 and 1; give the share of tokens, 0.02")
 
 
+def _written(ratio: float) -> str:
+    """Short where that reads back as the same number."""
+    short = f"{ratio:g}"
+    return short if float(short) == ratio else repr(ratio)
+
+
 def _front(length: int, ratio: float, least: int) -> Ranges:
     # ceil of a product such as 0.07 * 100 = 7.000000000000001 must not cost a token
     tokens = math.ceil(round(ratio * length, 9))
@@ -49,7 +55,7 @@ class Prefix:
 
     @property
     def name(self) -> str:
-        return f"prefix:{self.ratio:g}"
+        return f"prefix:{_written(self.ratio)}"
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         return _front(span.length, self.ratio, self.least)
@@ -75,7 +81,7 @@ class Layered:
 
     @property
     def name(self) -> str:
-        return "layered:" + ",".join(f"{r:g}" for r in self.ratios)
+        return "layered:" + ",".join(map(_written, self.ratios))
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         if len(self.ratios) != evidence.layers:

@@ -66,6 +66,7 @@ class MemoryStore:
 
     @contextmanager
     def pin(self, keys: Sequence[EntryKey]) -> Iterator[None]:
+        keys = tuple(keys)
         with self._lock:
             self._pins.update(keys)
         try:

@@ -267,7 +267,12 @@ class VLCache:
             patches = torch.cat([m.patches() for m in new.values()]).to(device)
             grids = torch.tensor([m.grid for m in new.values()], device=device)
             out = self._model.model.get_image_features(patches, grids, return_dict=True)
-            features = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+            sizes = (grids.prod(-1) // self._model.config.vision_config.spatial_merge_size**2).tolist()
+            # Some releases split DeepStack features by picture, as the embeddings always are, some do not
+            features = [
+                f.split(sizes) if isinstance(f, Tensor) else f
+                for f in (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))
+            ]
             for number, content in enumerate(new):
                 outputs[content] = torch.cat([f[number] for f in features], dim=-1).to(self._model.dtype)
             self.counters.encoded += len(new)

@@ -72,6 +72,7 @@ class PrefilledCache(DynamicCache):  # type: ignore[misc]
         self.layers = [_Layer(k, v) for k, v in zip(keys, values, strict=True)]
         self._ids = ids
         self._logits: Tensor | None = logits
+        self._skipped = 0
 
     @property
     def prompt_length(self) -> int:
@@ -86,17 +87,18 @@ class PrefilledCache(DynamicCache):  # type: ignore[misc]
     def start_of(self, ids: Tensor, positions: Tensor | None) -> int | None:
         """Where in the prompt a call's tokens `[batch, n]` begin; None if they are not the prompt's.
 
-        `generate`'s own position ids say it in their first row; a call without them is taken to bring the last
-        token, or everything.
+        `generate`'s own position ids say it in their first row. A call without them (or with those of other tokens,
+        as some releases pass for chunks) brings the last token, or what follows the chunks skipped so far.
         """
         total, n = self._ids.shape[1], ids.shape[1]
-        if positions is not None and positions.ndim == 3 and positions.shape[0] == 4:
-            start = int(positions[0, 0, 0])
-        else:
-            start = total - 1 if n == 1 else 0
-        stop = min(start + n, total)
-        same = start < stop and bool((ids[:, : stop - start] == self._ids[:, start:stop]).all())
-        return start if same else None
+        starts = [total - 1 if n == 1 else self._skipped]
+        if positions is not None and positions.ndim == 3 and positions.shape[0] == 4 and positions.numel():
+            starts.insert(0, int(positions[0, 0, 0]))
+        for start in starts:
+            stop = min(start + n, total)
+            if start < stop and bool((ids[:, : stop - start] == self._ids[:, start:stop]).all()):
+                return start
+        return None
 
     def first_logits(self, batch: int) -> Tensor:
         """Logits of the last prompt token, `[batch, 1, vocabulary]`. From here on all T tokens are shown."""
@@ -105,6 +107,10 @@ class PrefilledCache(DynamicCache):  # type: ignore[misc]
         for layer in self.layers:
             layer.reveal(batch)
         return logits
+
+    def skip(self, tokens: int) -> None:
+        """Note a chunk of the prompt that is in the cache already."""
+        self._skipped += tokens
 
     def forget_logits(self) -> None:
         """From here on this is an ordinary cache of T-1 tokens."""
@@ -153,6 +159,7 @@ class FirstCall:
         batch, n = ids.shape
         if start + n < cache.prompt_length:
             # A chunk of a chunked prefill; its caller reads the last chunk's logits only
+            cache.skip(n)
             return CausalLMOutputWithPast(**{self._name: cache}), kwargs
         if start + n == cache.prompt_length and self._plain(kwargs):
             return CausalLMOutputWithPast(logits=cache.first_logits(batch), **{self._name: cache}), kwargs

@@ -6,6 +6,7 @@ processor of the parts that need only Pillow stands in.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,11 @@ class PictureProcessor:
         """Text; or with `tokenize` the model's inputs, pictures included."""
         options.pop("return_dict", None)
         tensors = options.pop("return_tensors", "pt")
-        sources, plain = picture_sources(messages)
-        text = self.tokenizer.apply_chat_template(plain, tokenize=False, chat_template=self.chat_template, **options)
+        render = partial(self.tokenizer.apply_chat_template, chat_template=self.chat_template, **options)
         if not tokenize:
-            return text
+            return render(messages, tokenize=False)
+        sources, plain = picture_sources(messages)
+        text = render(plain, tokenize=False)
         images = [open_picture(source, number).decode(1 << 40) for number, source in enumerate(sources, 1)]
         return self(text=[text], images=images or None, return_tensors=tensors)
 
