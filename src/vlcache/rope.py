@@ -94,12 +94,13 @@ class Rope:
         if torch.equal(old, new):
             return None
         difference = self.angles(new).double() - self.angles(old).double()
-        return Rotation(difference.cos().float()[:, None], difference.sin().float()[:, None])
+        cos, sin = difference.cos().float(), difference.sin().float()
+        return Rotation(torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None])
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosine and sine of a turn, float32, `[N, 1, pairs]` each."""
+    """Cosine and signed sine of a turn over both halves of a head, float32, `[N, 1, 2 * pairs]` each."""
 
     cos: Tensor
     sin: Tensor
@@ -115,7 +116,7 @@ def rotate(keys: Tensor, rotation: Rotation | None) -> Tensor:
     Parameters
     ----------
     keys : Tensor, `[N, H, D]`
-        Keys as captured, with their own rotation in them. The first `2 * pairs` of D are rotated.
+        Keys as captured, with their own rotation in them. Of D the part that the rotation covers is turned.
     rotation : Rotation or None
         None leaves the keys as they are.
 
@@ -125,10 +126,8 @@ def rotate(keys: Tensor, rotation: Rotation | None) -> Tensor:
     """
     if rotation is None:
         return keys
-    pairs = rotation.cos.shape[-1]
-    wide = keys.float()
-    a, b = wide[..., :pairs], wide[..., pairs : 2 * pairs]
-    turned = [a * rotation.cos - b * rotation.sin, b * rotation.cos + a * rotation.sin]
-    if 2 * pairs < keys.shape[-1]:
-        turned.append(wide[..., 2 * pairs :])
-    return torch.cat(turned, dim=-1).to(keys.dtype)
+    width = rotation.cos.shape[-1]
+    wide = keys[..., :width].float()
+    swapped = torch.cat((wide[..., width // 2 :], wide[..., : width // 2]), dim=-1)
+    turned = swapped.mul_(rotation.sin).addcmul_(wide, rotation.cos).to(keys.dtype)
+    return turned if width == keys.shape[-1] else torch.cat((turned, keys[..., width:]), dim=-1)

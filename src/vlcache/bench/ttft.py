@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ from vlcache.engines.transformers import VLCache
 from vlcache.errors import ConfigError
 
 __all__ = ["Settings", "run"]
+
+# How often a round takes each arm that lasts less than a second
+_REPEATS = 5
 
 ARMS = ("full_s", "cold_s", "warm_s", "text_only_s", "same_rows_s")
 
@@ -84,10 +88,13 @@ class _Bench:
         Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
         return out.getvalue()
 
-    def chat(self, picture: Any, number: int) -> list[dict[str, Any]]:
-        """A prompt of `text_tokens`; `number` changes its first tokens, so that no prefix is shared."""
+    def chat(self, picture: Any, number: int, longer: int = 0) -> list[dict[str, Any]]:
+        """A prompt of `text_tokens`; `number` changes its first tokens, so that no prefix is shared.
+
+        `longer` adds tokens before the picture, so that it stands elsewhere.
+        """
         system = f"{number:04d}"
-        return self._chat(picture, system, "q" * (self._filler - len(system)))
+        return self._chat(picture, system + "s" * longer, "q" * (self._filler - len(system)))
 
     def _chat(self, picture: Any, system: str, question: str) -> list[dict[str, Any]]:
         parts = [] if picture is None else [{"type": "image", "image": picture}]
@@ -180,7 +187,7 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
     stages: list[dict[str, float]] = []
     with VLCache(bench.model, bench.processor, settings.policy, prefix_cache=False) as cache:
         known, number = bench.picture(0), 1
-        cache.prefill(bench.chat(known, 0))
+        cache.prefill(bench.chat(known, 0, longer=13))
         entry_bytes = cache.store.stats().held_bytes
         cache.prefill(bench.chat(known, number))
         assert cache.last is not None
@@ -199,17 +206,20 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
             assert cache.last.hits == 0
 
         for turn in range(settings.warmups + settings.runs):
-            number += 10
+            number += 100
             fresh = bench.picture(number)
+            arms: list[tuple[str, Callable[[], object]]] = [
+                ("full_s", partial(bench.plain, fresh, number)),
+                ("cold_s", partial(miss, fresh, number + 1)),
+            ]
+            # The long arms change places every round; the short ones are taken often, side by side
+            arms = arms[:: 1 if turn % 2 else -1]
+            for n in range(number + 2, number + 2 + 3 * _REPEATS, 3):
+                arms.append(("warm_s", partial(hit, n)))
+                arms.append(("same_rows_s", partial(bench.tokens, rows, n + 1)))
+                arms.append(("text_only_s", partial(bench.tokens, settings.text_tokens, n + 2)))
             gc.collect()
-            arms: dict[str, Callable[[], object]] = {
-                "full_s": lambda fresh=fresh, n=number: bench.plain(fresh, n),  # type: ignore[misc]
-                "cold_s": lambda fresh=fresh, n=number: miss(fresh, n + 1),  # type: ignore[misc]
-                "warm_s": lambda n=number: hit(n + 2),  # type: ignore[misc]
-                "text_only_s": lambda n=number: bench.tokens(settings.text_tokens, n + 3),  # type: ignore[misc]
-                "same_rows_s": lambda n=number: bench.tokens(rows, n + 4),  # type: ignore[misc]
-            }
-            for arm, work in arms.items():
+            for arm, work in arms:
                 seconds = _seconds(work)
                 if turn >= settings.warmups:
                     times[arm].append(seconds)
@@ -219,7 +229,7 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
 
     median = {arm: statistics.median(values) for arm, values in times.items()}
     for arm, value in median.items():
-        say(f"{arm:<12} {value:8.3f} s   ({', '.join(f'{t:.3f}' for t in times[arm])})")
+        say(f"{arm:<12} {value:8.3f} s   from {min(times[arm]):.3f} to {max(times[arm]):.3f} in {len(times[arm])} runs")
     result: dict[str, Any] = {
         "shape": settings.shape,
         "image_tokens": settings.image_tokens,

@@ -60,6 +60,7 @@ class PromptPass:
         self._ids = ids.to(self._device)
         self._encoded = [e if e is None else e.to(self._device, self._dtype) for e in encoded]
         self._cos, self._sin = geometry.rope.cos_sin(positions.to(self._device), self._dtype)
+        self._turned: tuple[Ranges, Tensor, Tensor] = ((), self._cos, self._sin)
         shape = (1, geometry.kv_heads, len(ids), geometry.head_dim)
         new = {"device": self._device, "dtype": self._dtype}
         self.keys = [torch.empty(shape, **new) for _ in range(geometry.layers)]
@@ -137,7 +138,9 @@ class PromptPass:
         return projected.view(projected.shape[1], -1, self._geometry.head_dim)
 
     def _rotated(self, x: Tensor, rows: Ranges) -> Tensor:
-        cos, sin = take(self._cos, rows)[:, None], take(self._sin, rows)[:, None]
+        if self._turned[0] != rows:
+            self._turned = (rows, take(self._cos, rows)[:, None], take(self._sin, rows)[:, None])
+        _, cos, sin = self._turned
         half = x.shape[-1] // 2
         turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
         return x * cos + turned * sin

@@ -13,6 +13,8 @@ outnumber a hit's rows by far, are not copied per query head.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,27 +60,40 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, rows: Ranges, scale: f
                 enable_gqa=groups > 1,
             )[0]
         else:
-            where = torch.tensor(indices(some), device=queries.device)
             chunk = max(1, _ELEMENTS // (groups * keys.shape[1]))
             for start in range(0, n, chunk):
-                part = slice(at + start, at + min(n, start + chunk))
-                out[:, part] = _over_context(queries[:, part], keys, values, where[start : start + chunk], scale)
+                stop = min(n, start + chunk)
+                first, hidden = _hidden_keys(some, start, stop, groups, queries.device)
+                part = slice(at + start, at + stop)
+                out[:, part] = _over_context(queries[:, part], keys, values, first, hidden, scale)
         at += n
     return out
 
 
-def _over_context(queries: Tensor, keys: Tensor, values: Tensor, where: Tensor, scale: float) -> Tensor:
-    first, stop = int(where[0]), int(where[-1]) + 1
+@lru_cache(maxsize=16)
+def _hidden_keys(rows: Ranges, start: int, stop: int, groups: int, device: torch.device) -> tuple[int, Tensor]:
+    """What rows number `start` to `stop` of `rows` must not see: of the keys from the first of them on (all see
+    those before it) to the last, `[groups * (stop - start), keys]`; and the index of that first key.
+
+    The same rows come layer after layer, hence the memory.
+    """
+    where = torch.tensor(indices(rows)[start:stop], device=device)
+    first = int(where[0])
+    hidden = torch.arange(first, int(where[-1]) + 1, device=device) > where[:, None]
+    return first, hidden.repeat(groups, 1)
+
+
+def _over_context(
+    queries: Tensor, keys: Tensor, values: Tensor, first: int, hidden: Tensor, scale: float
+) -> Tensor:
     heads, n, dim = queries.shape
     folded = queries.reshape(keys.shape[0], -1, dim)
-    # Keys before the first row are seen by all
-    hidden = torch.arange(first, stop, device=where.device) > where[:, None]
-    hidden = hidden.repeat(heads // keys.shape[0], 1)
+    stop = first + hidden.shape[1]
     keys, values = keys[:, :stop], values[:, :stop]
     if queries.device.type == "cpu" and queries.dtype == torch.bfloat16:
         mixed = _by_products(folded, keys, values, hidden, scale)
     else:
-        seen = torch.ones(hidden.shape[0], stop, dtype=torch.bool, device=where.device)
+        seen = torch.ones(hidden.shape[0], stop, dtype=torch.bool, device=hidden.device)
         seen[:, first:] = ~hidden
         mixed = F.scaled_dot_product_attention(folded[None], keys[None], values[None], seen, scale=scale)[0]
     return mixed.reshape(heads, n, dim)
