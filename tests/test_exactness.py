@@ -239,4 +239,36 @@ def test_a_picture_last_always_computes_the_last_row(one_lab: Lab) -> None:
         out = cache.prefill(bare(one_lab, "look at this", A, ""))
         logits, _, _ = filled(copy.deepcopy(out))
         assert logits.shape == (one_lab.model.config.text_config.vocab_size,)
-        assert one_lab.model.generate(**out, max_new_tokens=2, min_new_tokens=2).shape[1] == out["input_ids"].shape[1] + 2
+        tokens = one_lab.model.generate(**out, max_new_tokens=2, min_new_tokens=2)
+        assert tokens.shape[1] == out["input_ids"].shape[1] + 2
+
+
+def test_reuse_that_computes_nothing_is_not_the_full_forward(lab: Lab) -> None:
+    """The bounds above mean something: what they would have to miss is thousands of times larger."""
+    picture = make_picture(1)
+    chat = lab.chat(picture, "What is shown?", system=SYSTEMS[1])
+    with lab.cache("none") as cache:
+        cache.prefill(lab.chat(picture, "first seen here"))
+        logits, keys, _ = filled(cache.prefill(chat))
+    full, full_keys, _ = replay(lab.model, lab.inputs(chat), [])
+    assert (logits - full).abs().max() > 1e-2
+    assert (keys[-1] - full_keys[-1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_differs_by_its_rounding_only(lab: Lab, close: Any, dtype: torch.dtype) -> None:
+    half = Lab(lab.family, copy.deepcopy(lab.model).to(dtype), lab.processor)
+    picture, step = make_picture(1), float(torch.finfo(dtype).eps)
+    chat = half.chat(picture, "What is shown?", system=SYSTEMS[3])
+    with half.cache("full") as cache:
+        cache.prefill(half.chat(picture, "q"))
+        logits, _, _ = filled(cache.prefill(chat))
+        assert cache.last.hits == 1
+        full, fresh_keys, fresh_values = replay(half.model, half.inputs(chat), [])
+        close(logits, full, 16 * step * float(full.abs().max()))
+    with half.cache("none") as cache:
+        cache.prefill(half.chat(picture, "q"))
+        _, keys, values = filled(cache.prefill(chat))
+        # captured rounded, moved, rounded again; the model rounds cosines too
+        close(keys[0], fresh_keys[0], 4 * step * float(fresh_keys[0].abs().max()))
+        close(values[0], fresh_values[0], step * float(fresh_values[0].abs().max()))

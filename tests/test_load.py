@@ -38,7 +38,9 @@ def test_the_stand_in_serves_the_cache(lab: Lab) -> None:
     for chat in (lab.chat(make_picture(1), "q"), lab.chat("text alone")):
         expected = lab.model.generate(**lab.inputs(chat), max_new_tokens=6, min_new_tokens=6)
         with VLCache(other.model, other.processor) as cache:
-            assert torch.equal(other.model.generate(**cache.prefill(chat), max_new_tokens=6, min_new_tokens=6), expected)
+            assert torch.equal(
+                other.model.generate(**cache.prefill(chat), max_new_tokens=6, min_new_tokens=6), expected
+            )
 
 
 @pytest.mark.parametrize("torchvision", [True, False])

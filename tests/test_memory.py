@@ -31,5 +31,7 @@ def test_two_hundred_pictures_through_64_mb() -> None:
     assert stats.puts == 200
     assert stats.evictions > 140
     before, after = max(rss[90:110]), max(rss[180:])
-    print(f"store {stats.held_bytes / 1e6:.1f} of 64 MB; RSS {before / 1e6:.1f} MB, 90 pictures later {after / 1e6:.1f}")
+    print(
+        f"store {stats.held_bytes / 1e6:.1f} of 64 MB; RSS {before / 1e6:.1f} MB, 90 pictures later {after / 1e6:.1f}"
+    )
     assert after - before < 8 * 10**6

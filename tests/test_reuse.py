@@ -243,7 +243,9 @@ def bad_inputs(lab: Lab) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("what", ["2 prompts", "padded", "pixel_values has", "vision tokens", "go together", "video", "no input_ids"])
+@pytest.mark.parametrize(
+    "what", ["2 prompts", "padded", "pixel_values has", "vision tokens", "go together", "video", "no input_ids"]
+)
 def test_inputs_that_cannot_be_prefilled(one_lab: Lab, what: str) -> None:
     with one_lab.cache() as cache:
         with pytest.raises(InputError, match=what):

@@ -74,7 +74,9 @@ def answer_all(
         for question in questions:
             parts = [{"type": "image", "image": p} for p in pictures] + [{"type": "text", "text": question}]
             chat = [{"role": "system", "content": system}] if system else []
-            yield _answer(cache, model, processor, [*chat, {"role": "user", "content": parts}], question, max_new_tokens)
+            yield _answer(
+                cache, model, processor, [*chat, {"role": "user", "content": parts}], question, max_new_tokens
+            )
 
 
 def _answer(

@@ -116,8 +116,9 @@ def ttft(policy: str | None, **options: Any) -> None:
     """Time to first token: plain transformers, a miss, a hit, and what a hit could cost at best."""
     from vlcache.bench.ttft import Settings, run
 
-    chosen = {} if policy is None else {"policy": policy}
-    click.echo(json.dumps(run(Settings(**options, **chosen))))
+    if policy is not None:
+        options["policy"] = policy
+    click.echo(json.dumps(run(Settings(**options))))
 
 
 def _load(model: str | None, dtype: str, device: str, quiet: bool) -> tuple[Any, Any]:

@@ -60,7 +60,9 @@ class Config:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is negative or not a size; give GB, 0 to turn it off")
         if self.max_image_pixels < 1:
-            raise ConfigError(f"max_image_pixels: {self.max_image_pixels} is zero or negative, which refuses every picture")
+            raise ConfigError(
+                f"max_image_pixels: {self.max_image_pixels} is zero or negative, which refuses every picture"
+            )
         if any(layer <= 0 for layer in self.checkpoint_layers):
             raise ConfigError("checkpoint_layers: layers count from 1; layer 0 always is a checkpoint")
 
@@ -124,7 +126,7 @@ def _read_yaml(path: Path) -> Mapping[str, object]:
 
 def _convert(key: str, value: object) -> object:
     """A value as its option's type; text is read, because the environment has nothing else."""
-    default = getattr(Config, "__dataclass_fields__")[key].default
+    default = Config.__dataclass_fields__[key].default
     try:
         if isinstance(default, bool):
             return _read_bool(value)

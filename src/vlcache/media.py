@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vlcache.errors import MediaError
 from vlcache.keys import digest
@@ -79,7 +79,7 @@ class Picture:
             limit = min(max_pixels, 2 * (Image.MAX_IMAGE_PIXELS or max_pixels))
             remedy = "make it smaller or raise max_image_pixels and PIL.Image.MAX_IMAGE_PIXELS"
             raise MediaError(self.label, f"its pixels are over the limit of {limit}", remedy) from None
-        except Image.UnidentifiedImageError:
+        except UnidentifiedImageError:
             remedy = "give one of " + ", ".join(_FORMATS)
             raise MediaError(self.label, "not a picture of a known format", remedy) from None
         except Exception:

@@ -13,14 +13,14 @@ cannot be is widened: the row is also computed in the layers that lead there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vlcache.policies.base import Evidence, Policy
 from vlcache.ranges import Ranges, count, intersect, normal, shift, subtract, union
 from vlcache.types import Span
 
-__all__ = ["LayerStep", "Plan", "SpanPlan", "plan_span"]
+__all__ = ["LayerStep", "Plan", "SpanPlan", "make_plan", "plan_span"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,30 @@ def plan_span(
     evidence = Evidence(layers=layers, checkpoints=checkpoints)
     everything = ((0, span.length),)
     wanted = intersect(shift(want, -span.start), everything)
-    rows = [
-        union(intersect(normal(policy.rows(span, layer, evidence)), everything), wanted) for layer in range(layers)
-    ]
+    rows = [union(intersect(normal(policy.rows(span, layer, evidence)), everything), wanted) for layer in range(layers)]
     for layer in range(layers - 1, 0, -1):
         if layer not in checkpoints:
             rows[layer - 1] = union(rows[layer - 1], rows[layer])
     return SpanPlan(span, tuple(rows))
+
+
+def make_plan(
+    policy: Policy,
+    reused: Sequence[Span],
+    checkpoints: Mapping[str, tuple[int, ...]],
+    begin: int,
+    end: int,
+    layers: int,
+) -> Plan:
+    """The plan of a prompt from token `begin` to `end`, of which the last row's logits are wanted.
+
+    Parameters
+    ----------
+    reused : sequence of Span
+        The pictures whose cached K/V are used.
+    checkpoints : mapping of str to tuple of int
+        Layers at which their entries hold hidden states, by the picture's digest.
+    """
+    want = ((end - 1, end),)
+    spans = tuple(plan_span(policy, span, layers, checkpoints.get(span.content, ()), want) for span in reused)
+    return Plan(begin, end, layers, want, spans)

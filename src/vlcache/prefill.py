@@ -58,7 +58,8 @@ class Placed:
 
     def kv(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Moved K and V of prompt tokens `start` to `stop`, `[stop - start, H, D]`."""
-        assert self.entry.keys is not None and self.entry.values is not None
+        assert self.entry.keys is not None
+        assert self.entry.values is not None
         a, b = start - self.span.start, stop - self.span.start
         keys = self.entry.keys[layer, a:b].to(self.device, non_blocking=True)
         values = self.entry.values[layer, a:b].to(self.device, non_blocking=True)

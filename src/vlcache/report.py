@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Counters", "Outcome", "Report", "SpanReport"]
+from vlcache.plan import Plan
+from vlcache.ranges import count
+from vlcache.types import Entry, Span
+
+__all__ = ["Counters", "Outcome", "Report", "SpanReport", "report_spans", "reused_rows"]
 
 Outcome = Literal["reused", "prefix", "encoder", "new"]
 
@@ -120,5 +125,33 @@ class Counters:
     misses: int = 0
     rejects: dict[str, int] = field(default_factory=dict)
 
-    def reject(self, reason: str) -> None:
-        self.rejects[reason] = self.rejects.get(reason, 0) + 1
+    def add(self, spans: Sequence[SpanReport], rejects: Sequence[str] = ()) -> None:
+        """Count a prompt's spans by outcome, and entries that were not used by reason."""
+        for span in spans:
+            name = {"reused": "reused", "prefix": "prefix_hits", "encoder": "encoder_hits", "new": "misses"}[
+                span.outcome
+            ]
+            setattr(self, name, getattr(self, name) + 1)
+        for reason in rejects:
+            self.rejects[reason] = self.rejects.get(reason, 0) + 1
+
+
+def report_spans(plan: Plan, spans: Sequence[Span], known: Mapping[str, Entry]) -> tuple[SpanReport, ...]:
+    """What a plan did with each picture of a prompt; `known` are the entries that the lookup found."""
+    computed = {s.span.start: s.computed for s in plan.spans}
+    reports = []
+    for span in spans:
+        outcome: Outcome
+        if span.start < plan.begin:
+            outcome, rows = "prefix", 0
+        elif span.start in computed:
+            outcome, rows = "reused", computed[span.start]
+        else:
+            outcome, rows = "encoder" if span.content in known else "new", plan.layers * span.length
+        reports.append(SpanReport(span.content, span.start, span.length, outcome, rows))
+    return tuple(reports)
+
+
+def reused_rows(plan: Plan) -> int:
+    """Rows put in place from the cache, summed over the layers."""
+    return sum(count(ranges) for step in plan.steps() for ranges in step.reuse)

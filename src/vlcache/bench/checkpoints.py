@@ -69,9 +69,7 @@ class Shape:
 
 
 SHAPES: dict[str, Shape] = {
-    "small": Shape(
-        "qwen2_5_vl", 896, 4864, 24, 14, 2, 64, (8, 12, 12), 8, 768, 2048, 12, vision_full=tuple(range(8))
-    ),
+    "small": Shape("qwen2_5_vl", 896, 4864, 24, 14, 2, 64, (8, 12, 12), 8, 768, 2048, 12, vision_full=tuple(range(8))),
     "demo": Shape(
         "qwen2_5_vl", 512, 2048, 12, 8, 2, 64, (8, 12, 12), 6, 384, 1024, 6, vision_full=tuple(range(6)), vocabulary=320
     ),
@@ -87,15 +85,11 @@ SHAPES: dict[str, Shape] = {
 second; the others are published models' shapes."""
 
 TINY: dict[Family, Shape] = {
-    "qwen2_vl": Shape(
-        "qwen2_vl", 64, 128, 4, 4, 2, 16, (2, 3, 3), 2, 32, 128, 2, vocabulary=320, tied=False, std=0.1
-    ),
+    "qwen2_vl": Shape("qwen2_vl", 64, 128, 4, 4, 2, 16, (2, 3, 3), 2, 32, 128, 2, vocabulary=320, tied=False, std=0.1),
     "qwen2_5_vl": Shape(
         "qwen2_5_vl", 64, 128, 4, 4, 2, 16, (2, 3, 3), 2, 32, 64, 2, (1,), vocabulary=320, tied=False, std=0.1
     ),
-    "qwen3_vl": Shape(
-        "qwen3_vl", 64, 128, 4, 4, 2, 16, (4, 2, 2), 3, 32, 64, 2, (), (0, 1), 320, 5e6, False, 0.1
-    ),
+    "qwen3_vl": Shape("qwen3_vl", 64, 128, 4, 4, 2, 16, (4, 2, 2), 3, 32, 64, 2, (), (0, 1), 320, 5e6, False, 0.1),
 }
 """For exactness: deep enough for budgets per layer, small enough for thousands of forwards."""
 

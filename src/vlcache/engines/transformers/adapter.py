@@ -70,8 +70,13 @@ class PromptPass:
     def geometry(self) -> Geometry:
         return self._geometry
 
+    def fill(self, keys: Sequence[Tensor], values: Sequence[Tensor], stop: int) -> None:
+        """Copy the first `stop` tokens of an earlier prompt's K/V, `[1, H, >= stop, D]` per layer."""
+        for mine, theirs in zip((*self.keys, *self.values), (*keys, *values), strict=True):
+            mine[:, :, :stop] = theirs[:, :, :stop]
+
     def embed(self, rows: Ranges) -> Tensor:
-        hidden = self._embeddings(take(self._ids, rows)).to(self._dtype)
+        hidden: Tensor = self._embeddings(take(self._ids, rows)).to(self._dtype)
         self._at_vision(hidden, rows, 0, add=False)
         return hidden
 
@@ -131,7 +136,8 @@ class PromptPass:
         queries = self._rotated(queries, step.keep).transpose(0, 1)
         keys, values = self.keys[step.layer][0], self.values[step.layer][0]
         mixed = attend(queries, keys, values, step.keep, attention.scaling)
-        return attention.o_proj(mixed.transpose(0, 1).reshape(1, count(step.keep), -1))[0]
+        out: Tensor = attention.o_proj(mixed.transpose(0, 1).reshape(1, count(step.keep), -1))
+        return out[0]
 
     def _heads(self, projected: Tensor) -> Tensor:
         """`[1, rows, heads * D]` to `[rows, heads, D]`."""

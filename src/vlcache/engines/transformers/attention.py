@@ -48,7 +48,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, rows: Ranges, scale: f
     groups = queries.shape[0] // keys.shape[0]
     out = torch.empty_like(queries)
     at = 0
-    for some in ([(run,) for run in rows] if len(rows) <= _RUNS else [rows]):
+    for some in [(run,) for run in rows] if len(rows) <= _RUNS else [rows]:
         n = count(some)
         if len(some) == 1 and some[0][0] == 0:
             out[:, at : at + n] = F.scaled_dot_product_attention(
@@ -83,9 +83,7 @@ def _hidden_keys(rows: Ranges, start: int, stop: int, groups: int, device: torch
     return first, hidden.repeat(groups, 1)
 
 
-def _over_context(
-    queries: Tensor, keys: Tensor, values: Tensor, first: int, hidden: Tensor, scale: float
-) -> Tensor:
+def _over_context(queries: Tensor, keys: Tensor, values: Tensor, first: int, hidden: Tensor, scale: float) -> Tensor:
     heads, n, dim = queries.shape
     folded = queries.reshape(keys.shape[0], -1, dim)
     stop = first + hidden.shape[1]

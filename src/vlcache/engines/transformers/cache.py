@@ -1,6 +1,6 @@
 """`VLCache`: picture reuse on a transformers model.
 
-    request -> spans -> lookup -> plan -> selective prefill -> (decode by `generate`) -> store
+request -> spans -> lookup -> plan -> selective prefill -> (decode by `generate`) -> store
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlcache.capture import Checkpoints, capture
 from vlcache.config import Config, load_config
 from vlcache.engines.transformers.adapter import PromptPass
+from vlcache.engines.transformers.encoder import encode
 from vlcache.engines.transformers.handoff import FirstCall, PrefilledCache, cache_argument
 from vlcache.engines.transformers.pictures import Media, Reader, media_from_inputs, processor_fingerprint
 from vlcache.engines.transformers.prompt import Prompt, build_prompt, expand_text, picture_sources, render
 from vlcache.engines.transformers.support import describe
-from vlcache.errors import InputError
+from vlcache.errors import ConfigError, InputError
 from vlcache.exact import ExactPrefixes, Prefix, cut
 from vlcache.keys import fingerprint_weights, scope
-from vlcache.plan import LayerStep, Plan, plan_span
+from vlcache.lookup import Found, find, reusable
+from vlcache.plan import Plan, make_plan, plan_span
 from vlcache.policies import Policy, parse_policy
-from vlcache.prefill import Placed, place, selective_prefill, take
-from vlcache.ranges import count, intersect, places
-from vlcache.report import Counters, Outcome, Report, SpanReport
+from vlcache.prefill import place, selective_prefill
+from vlcache.report import Counters, Report, report_spans, reused_rows
 from vlcache.store import MemoryStore, Store
-from vlcache.types import Entry, EntryKey, Header, Span
+from vlcache.types import EntryKey, Header, Span
 
 __all__ = ["VLCache"]
 
@@ -83,12 +85,15 @@ class VLCache:
         config: Config | None = None,
         **options: Any,
     ) -> None:
-        text_policy = policy if isinstance(policy, str) else None
-        self.config = config or load_config(policy=text_policy, **options)
-        self.policy: Policy = parse_policy(text_policy or self.config.policy) if policy is None or text_policy else policy
+        if config is not None and options:
+            raise ConfigError(f"config and {', '.join(options)} are both given; put them into the config")
+        self.config = config or load_config(policy=policy if isinstance(policy, str) else None, **options)
+        self.policy: Policy = _policy(policy, self.config.policy)
         self._geometry = describe(model)
-        self._check_policy(self.policy)
+        # A rule that does not fit this model says so now and not at the first hit
+        plan_span(self.policy, Span("", 0, 1, (1, 1, 1)), self._geometry.layers)
         self._model = model
+        self._device = model.get_input_embeddings().weight.device
         self._processor = processor
         self._own_store = store is None
         self.store: Store = MemoryStore(int(self.config.memory_gb * 1e9)) if store is None else store
@@ -123,7 +128,11 @@ class VLCache:
 
     @torch.no_grad()
     def prefill(
-        self, request: Sequence[Mapping[str, Any]] | Mapping[str, Any], *, policy: str | Policy | None = None, **template: Any
+        self,
+        request: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        policy: str | Policy | None = None,
+        **template: Any,
     ) -> dict[str, Any]:
         """Prefill a prompt, reusing what is known of its pictures.
 
@@ -147,9 +156,8 @@ class VLCache:
         MediaError, InputError
             Nothing is stored, and the next call works.
         """
-        policy = self.policy if policy is None else parse_policy(policy) if isinstance(policy, str) else policy
         with self._lock:
-            return self._prefill(request, policy, template)
+            return self._prefill(request, self.policy if policy is None else _policy(policy, ""), template)
 
     def _prefill(self, request: Any, policy: Policy, template: dict[str, Any]) -> dict[str, Any]:
         clock = _Clock()
@@ -179,41 +187,55 @@ class VLCache:
 
     def _text_only(self, inputs: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
         self.last = Report((), policy.name, int(inputs["input_ids"].shape[-1]))
-        device = self._model.get_input_embeddings().weight.device
-        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
     def _run(
-        self, prompt: Prompt, media: list[Media], policy: Policy, settings: str, clock: _Clock
+        self, prompt: Prompt, media: Sequence[Media], policy: Policy, settings: str, clock: _Clock
     ) -> dict[str, Any]:
+        geometry, total = self._geometry, len(prompt.ids)
         headers = [self._header(span, settings) for span in prompt.spans]
-        total = len(prompt.ids)
         with self.store.pin([h.key for h in headers]):
             with clock.stage("lookup"):
-                entries = self._lookup(headers)
+                found = find(self.store, headers)
                 prefix, begin = self._prefixes.longest(prompt.ids[: total - 1], prompt.spans)
-                reused = self._choose(prompt.spans, entries, begin)
-                plan = self._plan(policy, reused, entries, begin, total)
+                reused = reusable(prompt.spans, found.entries, begin)
+                checkpoints = {content: tuple(sorted(e.checkpoints)) for content, e in found.entries.items()}
+                plan = make_plan(policy, reused, checkpoints, begin, total, geometry.layers)
             with clock.stage("encode"):
-                encoded = self._encode(prompt.spans, media, entries, plan)
+                encoded = self._encode(prompt.spans, media, found, begin)
             with clock.stage("prefill"):
-                work = PromptPass(self._model, self._geometry, prompt.ids, prompt.positions, prompt.spans, encoded)
+                work = PromptPass(self._model, geometry, prompt.ids, prompt.positions, prompt.spans, encoded)
                 if prefix is not None:
-                    for layer in range(self._geometry.layers):
-                        work.keys[layer][:, :, :begin] = prefix.keys[layer][:, :, :begin]
-                        work.values[layer][:, :, :begin] = prefix.values[layer][:, :, :begin]
-                placed = self._place(plan, entries, prompt)
-                checkpoints: dict[int, Tensor] = {}
-                hidden = selective_prefill(work, plan, placed, self._watch(plan, checkpoints))
+                    work.fill(prefix.keys, prefix.values, begin)
+                positions = prompt.positions.to(self._device)
+                placed = [
+                    place(found.entries[s.content], s, positions[:, s.start : s.stop], geometry.rope) for s in reused
+                ]
+                watch = Checkpoints(plan, self.config.checkpoint_layers)
+                hidden = selective_prefill(work, plan, placed, watch)
                 logits = self._model.lm_head(self._model.model.language_model.norm(hidden[None]))
-                _synchronize(hidden.device)
+                _synchronize(self._device)
         with clock.stage("store"):
-            self._keep(prompt, headers, entries, encoded, work, plan, checkpoints)
-        self.last = self._report(prompt, plan, entries, policy, clock)
+            new = capture(work, plan, prompt.spans, headers, encoded, prompt.positions, found.entries, watch)
+            for entry in new:
+                self.store.put(entry)
+            self._keep_prefix(prompt, plan, work)
+        spans = report_spans(plan, prompt.spans, found.entries)
+        self.counters.add(spans, found.rejects)
+        token_bytes = 2 * geometry.kv_heads * geometry.head_dim * logits.element_size()
+        self.last = Report(
+            spans=spans,
+            policy=policy.name,
+            prompt_tokens=total,
+            exact_prefix_tokens=begin,
+            rows=plan.rows_per_layer(),
+            moved_bytes=reused_rows(plan) * token_bytes,
+            seconds=dict(clock.seconds),
+        )
         return self._hand_over(prompt, work, logits)
 
     def _header(self, span: Span, settings: str) -> Header:
-        dtype = str(self._model.dtype)
-        tenant = self.config.cache_salt
+        dtype, tenant = str(self._model.dtype), self.config.cache_salt
         return Header(
             key=EntryKey(span.content, scope(self._fingerprint, dtype, tenant)),
             grid=span.grid,
@@ -225,154 +247,24 @@ class VLCache:
             tenant=tenant,
         )
 
-    def _lookup(self, headers: Sequence[Header]) -> dict[str, Entry]:
-        """Usable entries by picture digest; what does not match is counted and left alone."""
-        expected = {h.key: h for h in headers}
-        usable = {}
-        for key, entry in self.store.get_many(list(expected)).items():
-            reason = entry.mismatch(expected[key])
-            if reason is None:
-                usable[key.content] = entry
-            else:
-                self.counters.reject(reason)
-        return usable
-
-    def _choose(self, spans: Sequence[Span], entries: Mapping[str, Entry], begin: int) -> list[Span]:
-        """The spans whose cached K/V are used.
-
-        A picture that so far has been seen only behind repaired K/V has an entry without K/V. It has come back, so
-        it is worth capturing: everything before it is computed in full this once.
-        """
-        after = max((s.stop for s in spans if s.content in entries and not entries[s.content].has_kv), default=begin)
-        known = [s for s in spans if s.content in entries and entries[s.content].has_kv]
-        return [s for s in known if s.start >= max(begin, after)]
-
-    def _plan(
-        self, policy: Policy, reused: Sequence[Span], entries: Mapping[str, Entry], begin: int, total: int
-    ) -> Plan:
-        layers, want = self._geometry.layers, ((total - 1, total),)
-        spans = tuple(
-            plan_span(policy, span, layers, tuple(sorted(entries[span.content].checkpoints)), want) for span in reused
-        )
-        return Plan(begin, total, layers, want, spans)
-
-    def _encode(
-        self, spans: Sequence[Span], media: Sequence[Media], entries: Mapping[str, Entry], plan: Plan
-    ) -> list[Tensor | None]:
-        """Encoder output of every span that needs it; each new picture is encoded once."""
-        outputs = {content: entry.encoder for content, entry in entries.items()}
-        new = {s.content: m for s, m in zip(spans, media, strict=True) if s.content not in outputs and s.start >= plan.begin}
-        if new:
-            device = self._model.get_input_embeddings().weight.device
-            patches = torch.cat([m.patches() for m in new.values()]).to(device)
-            grids = torch.tensor([m.grid for m in new.values()], device=device)
-            out = self._model.model.get_image_features(patches, grids, return_dict=True)
-            sizes = (grids.prod(-1) // self._model.config.vision_config.spatial_merge_size**2).tolist()
-            # Some releases split DeepStack features by picture, as the embeddings always are, some do not
-            features = [
-                f.split(sizes) if isinstance(f, Tensor) else f
-                for f in (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))
-            ]
-            for number, content in enumerate(new):
-                outputs[content] = torch.cat([f[number] for f in features], dim=-1).to(self._model.dtype)
-            self.counters.encoded += len(new)
+    def _encode(self, spans: Sequence[Span], media: Sequence[Media], found: Found, begin: int) -> list[Tensor | None]:
+        """Encoder output of every span; None for those in the exact prefix that nobody has to embed."""
+        outputs = {content: entry.encoder for content, entry in found.entries.items()}
+        pairs = zip(spans, media, strict=True)
+        new = {span.content: m for span, m in pairs if span.content not in outputs and span.start >= begin}
+        outputs |= encode(self._model, new)
+        self.counters.encoded += len(new)
         return [outputs.get(span.content) for span in spans]
 
-    def _place(self, plan: Plan, entries: Mapping[str, Entry], prompt: Prompt) -> list[Placed]:
-        device = self._model.get_input_embeddings().weight.device
-        placed = []
-        for s in plan.spans:
-            positions = prompt.positions[:, s.span.start : s.span.stop].to(device)
-            placed.append(place(entries[s.span.content], s.span, positions, self._geometry.rope))
-        return placed
-
-    def _watch(self, plan: Plan, checkpoints: dict[int, Tensor]) -> Any:
-        """Copies the exact rows' hidden states at the configured layers, `[repaired_from - begin, hidden]`."""
-        layers = set(self.config.checkpoint_layers)
-        if not layers:
-            return None
-        exact = ((plan.begin, plan.repaired_from()),)
-
-        def watch(step: LayerStep, hidden: Tensor) -> None:
-            if step.layer in layers and exact[0][0] < exact[0][1]:
-                checkpoints[step.layer] = take(hidden, places(intersect(exact, step.rows), step.rows)).cpu().clone()
-
-        return watch
-
-    def _keep(
-        self,
-        prompt: Prompt,
-        headers: Sequence[Header],
-        entries: Mapping[str, Entry],
-        encoded: Sequence[Tensor | None],
-        work: PromptPass,
-        plan: Plan,
-        checkpoints: Mapping[int, Tensor],
-    ) -> None:
-        """Store what this prompt computed exactly: new pictures, and the prompt's own exact prefix."""
+    def _keep_prefix(self, prompt: Prompt, plan: Plan, work: PromptPass) -> None:
         exact = plan.repaired_from()
-        done = set()
-        for span, header, output in zip(prompt.spans, headers, encoded, strict=True):
-            old = entries.get(span.content)
-            captured = plan.begin <= span.start and span.stop <= exact
-            if span.content in done or output is None or (old is not None and (old.has_kv or not captured)):
-                continue
-            done.add(span.content)
-            keys = values = None
-            if captured:
-                kv = [work.read_kv(layer, span.start, span.stop) for layer in range(self._geometry.layers)]
-                keys, values = (torch.stack(t).cpu() for t in zip(*kv, strict=True))
-            a, b = span.start - plan.begin, span.stop - plan.begin
-            entry = Entry(
-                header=header,
-                encoder=output.cpu(),
-                positions=prompt.positions[:, span.start : span.stop].cpu().clone(),
-                keys=keys,
-                values=values,
-                checkpoints={k: h[a:b].clone() for k, h in checkpoints.items()} if captured else {},
-                created_s=time.time(),
-            )
-            self.store.put(entry)
         if exact > plan.begin:
             spans = tuple(s for s in prompt.spans if s.stop <= exact)
             keys, values = ([cut(t, exact) for t in kv] for kv in (work.keys, work.values))
             self._prefixes.put(Prefix(prompt.ids[:exact].clone(), spans, keys, values))
 
-    def _report(
-        self, prompt: Prompt, plan: Plan, entries: Mapping[str, Entry], policy: Policy, clock: _Clock
-    ) -> Report:
-        layers = self._geometry.layers
-        computed = {s.span.start: s.computed for s in plan.spans}
-        reports = []
-        for span in prompt.spans:
-            outcome: Outcome
-            if span.start < plan.begin:
-                outcome, rows = "prefix", 0
-                self.counters.prefix_hits += 1
-            elif span.start in computed:
-                outcome, rows = "reused", computed[span.start]
-                self.counters.reused += 1
-            elif span.content in entries:
-                outcome, rows = "encoder", layers * span.length
-                self.counters.encoder_hits += 1
-            else:
-                outcome, rows = "new", layers * span.length
-                self.counters.misses += 1
-            reports.append(SpanReport(span.content, span.start, span.length, outcome, rows))
-        token_bytes = 2 * self._geometry.kv_heads * self._geometry.head_dim * torch.empty((), dtype=self._model.dtype).element_size()
-        reused = sum(count(r) for step in plan.steps() for r in step.reuse)
-        return Report(
-            spans=tuple(reports),
-            policy=policy.name,
-            prompt_tokens=len(prompt.ids),
-            exact_prefix_tokens=plan.begin,
-            rows=plan.rows_per_layer(),
-            moved_bytes=reused * token_bytes,
-            seconds=dict(clock.seconds),
-        )
-
     def _hand_over(self, prompt: Prompt, work: PromptPass, logits: Tensor) -> dict[str, Any]:
-        device = logits.device
+        device = self._device
         ids = prompt.ids[None].to(device)
         self._model.model.rope_deltas = prompt.rope_delta.to(device)
         # generate's own layout: the text position stands before t, h and w
@@ -384,10 +276,6 @@ class VLCache:
             "position_ids": positions,
             cache_argument(self._model): PrefilledCache(work.keys, work.values, ids.clone(), logits),
         }
-
-    def _check_policy(self, policy: Policy) -> None:
-        """Let a rule that does not fit this model say so now and not at the first hit."""
-        plan_span(policy, Span("", 0, 1, (1, 1, 1)), self._geometry.layers)
 
 
 class _Clock:
@@ -403,6 +291,12 @@ class _Clock:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def _policy(given: str | Policy | None, default: str) -> Policy:
+    if given is None or isinstance(given, str):
+        return parse_policy(default if given is None else given)
+    return given
 
 
 def _one_prompt(inputs: Mapping[str, Any]) -> Tensor:

@@ -34,6 +34,9 @@ def cache_argument(model: Any) -> str:
 class _Layer(DynamicLayer):  # type: ignore[misc]
     """K/V of T tokens that shows the first T-1 until the last one is revealed. Never writes to the tensors."""
 
+    keys: Tensor | None
+    values: Tensor | None
+
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.dtype, self.device = keys.dtype, keys.device
@@ -46,9 +49,10 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         batch = key_states.shape[0]
-        if self.is_initialized and self.keys.shape[0] == 1 and batch > 1:
+        if self.keys is not None and self.values is not None and self.keys.shape[0] == 1 and batch > 1:
             self.keys, self.values = (t.expand(batch, -1, -1, -1) for t in (self.keys, self.values))
-        return super().update(key_states, value_states, *args, **kwargs)
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys, values
 
     def reset(self) -> None:
         # The tensors may also serve as an exact prefix: drop them, do not zero them
@@ -151,9 +155,9 @@ class FirstCall:
 
     def _answer(self, cache: PrefilledCache, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The stored answer, or None and the arguments with which the model itself is to be called."""
-        ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
-        start = None if ids is None else cache.start_of(ids, positions)
-        if start is None:
+        ids = kwargs.get("input_ids")
+        start = None if ids is None else cache.start_of(ids, kwargs.get("position_ids"))
+        if ids is None or start is None:
             cache.forget_logits()
             return None, kwargs
         batch, n = ids.shape

@@ -7,6 +7,7 @@ processor of the parts that need only Pillow stands in.
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def torchvision_imports() -> bool:
     if not is_torchvision_available():
         return False
     try:
-        import torchvision  # noqa: F401
+        import_module("torchvision")
     except Exception:
         return False
     return True

@@ -106,9 +106,7 @@ def expand_text(text: str, placeholder: str, tokens: Sequence[int]) -> str:
     return "".join(part + placeholder * n for part, n in zip(parts, [*tokens, 0], strict=True))
 
 
-def build_prompt(
-    model: Any, ids: Tensor, contents: Sequence[str], grids: Sequence[tuple[int, int, int]]
-) -> Prompt:
+def build_prompt(model: Any, ids: Tensor, contents: Sequence[str], grids: Sequence[tuple[int, int, int]]) -> Prompt:
     """Find the pictures' spans among the tokens and compute rotary positions.
 
     Parameters
@@ -127,7 +125,7 @@ def build_prompt(
     if model.config.video_token_id is not None and bool((ids == model.config.video_token_id).any()):
         raise InputError("the prompt holds video tokens, which are not supported yet; give pictures")
     where = vision.nonzero().flatten().tolist()
-    spans = []
+    spans: list[Span] = []
     at = 0
     for number, (content, grid) in enumerate(zip(contents, grids, strict=True), 1):
         n = grid[0] * grid[1] * grid[2] // merge

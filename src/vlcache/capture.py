@@ -1,0 +1,87 @@
+"""From a prefilled prompt to entries: only what was computed exactly becomes one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vlcache.plan import LayerStep, Plan
+from vlcache.prefill import Adapter, take
+from vlcache.ranges import intersect, places
+from vlcache.types import Entry, Header, Span
+
+__all__ = ["Checkpoints", "capture"]
+
+
+class Checkpoints:
+    """Watches a prefill and copies exact rows' hidden states at some layers.
+
+    Parameters
+    ----------
+    plan : Plan
+    layers : sequence of int
+        Layers whose input is copied.
+    """
+
+    def __init__(self, plan: Plan, layers: Sequence[int]) -> None:
+        self._layers = frozenset(layers)
+        self._begin = plan.begin
+        self._exact = ((plan.begin, plan.repaired_from()),) if plan.begin < plan.repaired_from() else ()
+        self._hidden: dict[int, Tensor] = {}
+
+    def __call__(self, step: LayerStep, hidden: Tensor) -> None:
+        if self._exact and step.layer in self._layers:
+            rows = places(intersect(self._exact, step.rows), step.rows)
+            self._hidden[step.layer] = take(hidden, rows).detach().cpu().clone()
+
+    def of(self, span: Span) -> dict[int, Tensor]:
+        """A span's checkpoints, `[N, hidden]` by layer."""
+        start, stop = span.start - self._begin, span.stop - self._begin
+        return {layer: hidden[start:stop].clone() for layer, hidden in self._hidden.items()}
+
+
+def capture(
+    adapter: Adapter,
+    plan: Plan,
+    spans: Sequence[Span],
+    headers: Sequence[Header],
+    encoded: Sequence[Tensor | None],
+    positions: Tensor,
+    known: Mapping[str, Entry],
+    checkpoints: Checkpoints,
+) -> Iterator[Entry]:
+    """Entries for what a prompt has shown for the first time, copied to the CPU.
+
+    A picture behind repaired K/V gets an entry without K/V: its encoder output is exact, its K/V are not.
+
+    Parameters
+    ----------
+    spans, headers, encoded
+        Every picture of the prompt, what an entry for it says, and its encoder output `[N, hidden * (1 + deepstack)]`.
+    positions : Tensor, int64, `[A, T]`
+    known : mapping of str to Entry
+        What the lookup found; a full entry is not made again.
+    """
+    exact, done = plan.repaired_from(), set()
+    for span, header, output in zip(spans, headers, encoded, strict=True):
+        is_exact = plan.begin <= span.start and span.stop <= exact
+        old = known.get(span.content)
+        if output is None or span.content in done or (old is not None and (old.has_kv or not is_exact)):
+            continue
+        done.add(span.content)
+        keys = values = None
+        if is_exact:
+            kv = [adapter.read_kv(layer, span.start, span.stop) for layer in range(plan.layers)]
+            keys, values = (torch.stack(tensors).cpu() for tensors in zip(*kv, strict=True))
+        yield Entry(
+            header=header,
+            encoder=output.cpu(),
+            positions=positions[:, span.start : span.stop].cpu().clone(),
+            keys=keys,
+            values=values,
+            checkpoints=checkpoints.of(span) if is_exact else {},
+            created_s=time.time(),
+        )

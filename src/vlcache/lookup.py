@@ -1,0 +1,51 @@
+"""From spans to entries: what the store holds for a prompt, and which of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vlcache.store.base import Store
+from vlcache.types import Entry, Header, Span
+
+__all__ = ["Found", "find", "reusable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A lookup's result.
+
+    Attributes
+    ----------
+    entries : mapping of str to Entry
+        Usable entries by the picture's digest.
+    rejects : tuple of str
+        Reasons of those that are there but do not match; they are left alone.
+    """
+
+    entries: Mapping[str, Entry]
+    rejects: tuple[str, ...] = ()
+
+
+def find(store: Store, headers: Sequence[Header]) -> Found:
+    """Look up what a prompt's spans need; each entry is compared in full with what is expected."""
+    expected = {h.key: h for h in headers}
+    entries, rejects = {}, []
+    for key, entry in store.get_many(list(expected)).items():
+        reason = entry.mismatch(expected[key])
+        if reason is None:
+            entries[key.content] = entry
+        else:
+            rejects.append(reason)
+    return Found(entries, tuple(rejects))
+
+
+def reusable(spans: Sequence[Span], entries: Mapping[str, Entry], begin: int) -> list[Span]:
+    """The spans from token `begin` on whose cached K/V are used.
+
+    A picture that has been seen only behind repaired K/V has an entry without K/V. It has come back, so it is worth
+    capturing: everything before it is computed in full this once.
+    """
+    spans = [s for s in spans if s.start >= begin and s.content in entries]
+    after = max((s.stop for s in spans if not entries[s.content].has_kv), default=begin)
+    return [s for s in spans if s.start >= after]
