@@ -71,6 +71,7 @@ BAD = {
     "did you mean prefix?": (["ask", "PICTURE", "-q", "x", "--policy", "prefx"], 2),
     "No such option": (["ask", "PICTURE", "-q", "x", "--polcy", "full"], 2),
     "Missing option": (["ask", "PICTURE"], 2),
+    "device 'nowhere' cannot be used": (["ask", "PICTURE", "-q", "x", "--device", "nowhere"], 2),
     "unknown shape 'huge'": (["bench", "ttft", "--shape", "huge"], 2),
     "picture 1 (nothing.png): cannot be read": (["ask", "nothing.png", "-q", "x"], 1),
     "picture 1 (note.png): not a picture": (["ask", "NOTE", "-q", "x"], 1),

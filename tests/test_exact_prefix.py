@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import Lab, make_picture
-from reference import replay
-from test_exactness import check_equal, filled
+from reference import Reused, picture_runs, record, replay
+from test_exactness import check_equal, computed, filled
 
-from vlcache.exact import ExactPrefixes, Prefix, cut
+from vlcache.exact import ExactPrefix, ExactPrefixes, cut
+from vlcache.policies import Layered
 from vlcache.types import Span
 
 TURNS = [{"role": "assistant", "content": "an answer"}, {"role": "user", "content": "and then?"}]
@@ -84,6 +85,23 @@ def test_growing_series_of_pictures(lab: Lab, close: Any) -> None:
         assert all(entry.has_kv for entry in cache.store._entries.values())
 
 
+def test_a_repaired_picture_behind_an_exact_prefix(lab: Lab, close: Any) -> None:
+    """The text before is taken exactly, the picture is moved and repaired, the question is computed."""
+    known, system = make_picture(1), "A system prompt that both share. " * 3
+    policy = Layered((0.5, 0.3, 0.2, 0.1))
+    first, second = lab.chat(known, "q"), lab.chat(known, "What is shown?", system=system)
+    with lab.cache(policy, prefix_cache=True) as cache:
+        cache.prefill(first)
+        cache.prefill(lab.chat(make_picture(2), "q", system=system))
+        ours = filled(cache.prefill(second))
+        assert [s.outcome for s in cache.last.spans] == ["reused"]
+        assert cache.last.exact_prefix_tokens == cache.last.spans[0].start
+        source, there = lab.inputs(first), lab.inputs(second)
+        ((at, n),), ((start, _),) = picture_runs(lab.model, source), picture_runs(lab.model, there)
+        reused = Reused(start, n, record(lab.model, source), at, computed(cache.last, policy, n))
+        check_equal(close, ours, replay(lab.model, there, [reused]))
+
+
 def test_turned_off(one_lab: Lab) -> None:
     chat = one_lab.chat(make_picture(1), "q")
     for options in ({"prefix_cache": False}, {"prefix_gb": 0, "prefix_cache": True}):
@@ -93,9 +111,9 @@ def test_turned_off(one_lab: Lab) -> None:
             assert cache.last.exact_prefix_tokens == 0
 
 
-def prefix(ids: list[int], spans: tuple[Span, ...] = ()) -> Prefix:
+def prefix(ids: list[int], spans: tuple[Span, ...] = ()) -> ExactPrefix:
     kv = [torch.zeros(1, 1, len(ids), 4)]
-    return Prefix(torch.tensor(ids), spans, kv, kv)
+    return ExactPrefix(torch.tensor(ids), spans, kv, kv)
 
 
 A, B = Span("a", 2, 3, (1, 2, 6)), Span("b", 2, 3, (1, 2, 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from conftest import Lab, make_picture
 from transformers import StoppingCriteria, TextStreamer, set_seed
 
+from vlcache import InputError
 from vlcache.bench.checkpoints import TINY, build_model
-from vlcache.engines.transformers.handoff import PrefilledCache
+from vlcache.engines.transformers.handoff import PrefilledCache, cache_argument
 
 PICTURE = make_picture(1)
 WAYS: dict[str, dict[str, Any]] = {
@@ -189,3 +191,61 @@ def test_text_prompts_pass_through(lab: Lab) -> None:
         ours = lab.model.generate(**out, max_new_tokens=8, min_new_tokens=8)
         assert torch.equal(ours, lab.model.generate(**inputs, max_new_tokens=8, min_new_tokens=8))
         assert set(cache.prefill(inputs)) == set(inputs)
+
+
+def test_a_prefill_is_good_for_one_generate(one_lab: Lab) -> None:
+    """A second one would go on behind the first answer; a copy is another matter."""
+    chat = chats(one_lab)[0]
+    for tokens in (1, 5):
+        with one_lab.cache() as cache:
+            inputs = cache.prefill(chat)
+            spare = copy.deepcopy(inputs)
+            first = one_lab.model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens)
+            with pytest.raises(InputError, match="decoded already"):
+                one_lab.model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens)
+            again = one_lab.model.generate(**spare, max_new_tokens=tokens, min_new_tokens=tokens)
+            assert torch.equal(first, again)
+
+
+def test_logits_are_forgotten_with_the_state_that_they_belong_to(one_lab: Lab) -> None:
+    """Cropped and filled with another question, the cache must not answer the old one."""
+    chat, other = (one_lab.chat(PICTURE, q) for q in ("What is shown?", "How many are?"))
+    there = one_lab.inputs(other)
+    ids, name = there["input_ids"], cache_argument(one_lab.model)
+    with one_lab.cache() as cache:
+        inputs, own = cache.prefill(chat), cache.prefill(other, policy="full")
+        cached = next(v for v in inputs.values() if isinstance(v, PrefilledCache))
+        total = ids.shape[1]
+        keep = int((ids[0] == one_lab.model.config.image_token_id).nonzero()[-1]) + 2
+        assert torch.equal(ids[:, :keep], inputs["input_ids"][:, :keep])
+        cached.crop(keep - cached.get_seq_length())
+        assert not cached.fresh
+        with torch.no_grad():
+            for start, stop in ((keep, total - 1), (total - 1, total)):
+                where = own["position_ids"][..., start:stop]
+                out = one_lab.model(input_ids=ids[:, start:stop], position_ids=where, **{name: cached})
+            expected = one_lab.model(**there).logits[0, -1]
+        assert torch.allclose(out.logits[0, -1], expected, atol=1e-4)
+
+
+def test_caches_on_one_model_leave_in_any_order(one_lab: Lab) -> None:
+    chat = chats(one_lab)[0]
+    plain = one_lab.model.generate(**one_lab.inputs(chat), max_new_tokens=4, min_new_tokens=4)
+    deltas = one_lab.model.model.rope_deltas
+    first, second = one_lab.cache(), one_lab.cache(cache_salt="other")
+    first.__enter__()
+    second.__enter__()
+    first.prefill(chat)
+    first.__exit__()
+    assert torch.equal(one_lab.model.generate(**second.prefill(chat), max_new_tokens=4, min_new_tokens=4), plain)
+    second.__exit__()
+    assert "forward" not in one_lab.model.__dict__
+    assert one_lab.model.model.rope_deltas is deltas
+
+
+def test_a_cache_is_entered_once(one_lab: Lab) -> None:
+    with one_lab.cache() as cache:
+        with pytest.raises(InputError, match="in use already"):
+            cache.__enter__()
+        cache.prefill(chats(one_lab)[0])
+    assert "forward" not in one_lab.model.__dict__

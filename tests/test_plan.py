@@ -205,7 +205,7 @@ def test_a_prompt_without_known_pictures_is_computed_in_full() -> None:
         assert step.rows == ((3, 9),)
         assert step.reuse == ()
     assert plan.rows_per_layer() == (6,) * LAYERS
-    assert plan.repaired_from() == 9
+    assert plan.exact_until() == 9
 
 
 @given(plans())
@@ -219,7 +219,7 @@ def test_rows_per_layer_counts_the_steps_rows(plan: Plan) -> None:
 def test_exact_up_to_the_first_span_with_a_cached_token(plan: Plan) -> None:
     reused = [i for step in plan.steps() for r in step.reuse for i in as_set(r)]
     starts = [s.span.start for s in plan.spans if any(s.span.start <= i < s.span.stop for i in reused)]
-    assert plan.repaired_from() == min(starts, default=plan.end)
+    assert plan.exact_until() == min(starts, default=plan.end)
     for treated in plan.spans:
         assert treated.exact == (treated.span.start not in starts)
 
@@ -231,7 +231,7 @@ def test_exact_up_to_the_first_span_with_a_cached_token(plan: Plan) -> None:
 def test_a_span_is_exact_only_if_every_token_is_computed_in_every_layer(policy: str, exact: bool) -> None:
     treated = plan_span(parse_policy(policy), make_span(4, 10), 2)
     assert treated.exact is exact
-    assert Plan(0, 20, 2, ((19, 20),), (treated,)).repaired_from() == (20 if exact else 4)
+    assert Plan(0, 20, 2, ((19, 20),), (treated,)).exact_until() == (20 if exact else 4)
 
 
 def contents(value: Any) -> list[Any]:

@@ -33,7 +33,9 @@ def with_config(lab: Lab, **text: Any) -> Any:
     config = type(lab.model.config).from_dict(lab.model.config.to_dict())
     for name, value in text.items():
         setattr(config.text_config, name, value)
-    return SimpleNamespace(config=config, model=lab.model.model)
+    return SimpleNamespace(
+        config=config, model=lab.model.model, lm_head=lab.model.lm_head, parameters=lab.model.parameters
+    )
 
 
 def test_sliding_and_linear_layers_are_named(one_lab: Lab) -> None:
@@ -80,3 +82,19 @@ def test_a_part_that_the_adapter_would_leave_out_is_refused(one_lab: Lab) -> Non
 def test_a_policy_that_does_not_fit_the_model(one_lab: Lab) -> None:
     with pytest.raises(ConfigError, match="3 ratios for a model of 4 layers"):
         one_lab.cache("layered:1,0.5,0.1")
+
+
+def test_wrappers_and_parts_are_refused(one_lab: Lab) -> None:
+    assert "PEFT" in refuse(one_lab.model.model)
+    assert "not a transformers model" in refuse(torch.nn.Linear(2, 2))
+
+
+def test_weights_that_are_not_there_are_refused(one_lab: Lab) -> None:
+    with torch.device("meta"):
+        model = type(one_lab.model)(one_lab.model.config)
+    assert "weights are on meta" in refuse(model)
+
+
+def test_checkpoints_beyond_the_last_layer_are_refused(one_lab: Lab) -> None:
+    with pytest.raises(ConfigError, match=r"\[4\] are beyond the model's 4 layers"):
+        one_lab.cache(checkpoint_layers=(2, 4))

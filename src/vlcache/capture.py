@@ -29,7 +29,7 @@ class Checkpoints:
     def __init__(self, plan: Plan, layers: Sequence[int]) -> None:
         self._layers = frozenset(layers)
         self._begin = plan.begin
-        self._exact = ((plan.begin, plan.repaired_from()),) if plan.begin < plan.repaired_from() else ()
+        self._exact = ((plan.begin, plan.exact_until()),) if plan.begin < plan.exact_until() else ()
         self._hidden: dict[int, Tensor] = {}
 
     def __call__(self, step: LayerStep, hidden: Tensor) -> None:
@@ -65,9 +65,11 @@ def capture(
     known : mapping of str to Entry
         What the lookup found; a full entry is not made again.
     """
-    exact, done = plan.repaired_from(), set()
-    for span, header, output in zip(spans, headers, encoded, strict=True):
-        is_exact = plan.begin <= span.start and span.stop <= exact
+    done = set()
+    # Of a picture that stands in the prompt twice, the exact one first
+    pictures = sorted(zip(spans, headers, encoded, strict=True), key=lambda p: not _is_exact(p[0], plan))
+    for span, header, output in pictures:
+        is_exact = _is_exact(span, plan)
         old = known.get(span.content)
         if output is None or span.content in done or (old is not None and (old.has_kv or not is_exact)):
             continue
@@ -85,3 +87,8 @@ def capture(
             checkpoints=checkpoints.of(span) if is_exact else {},
             created_s=time.time(),
         )
+
+
+def _is_exact(span: Span, plan: Plan) -> bool:
+    """Whether this pass computed the span's K/V, and on nothing but exact ones."""
+    return plan.begin <= span.start and span.stop <= plan.exact_until()

@@ -115,18 +115,22 @@ def bench() -> None:
 def ttft(policy: str | None, **options: Any) -> None:
     """Time to first token: plain transformers, a miss, a hit, and what a hit could cost at best."""
     from vlcache.bench.ttft import Settings, run
+    from vlcache.engines.transformers.load import check_device
 
+    check_device(options["device"])
     if policy is not None:
         options["policy"] = policy
     click.echo(json.dumps(run(Settings(**options))))
 
 
 def _load(model: str | None, dtype: str, device: str, quiet: bool) -> tuple[Any, Any]:
+    import torch
     from transformers.utils import logging
 
-    from vlcache.engines.transformers.load import load_checkpoint
+    from vlcache.engines.transformers.load import check_device, load_checkpoint
 
     logging.disable_progress_bar()
+    check_device(device)
     if model is not None:
         loaded, processor = load_checkpoint(model, dtype, device)
         random = (Path(model) / "vlcache-random.json").exists()
@@ -134,7 +138,9 @@ def _load(model: str | None, dtype: str, device: str, quiet: bool) -> tuple[Any,
         from vlcache.bench.checkpoints import SHAPES, build_model, build_processor
 
         processor = build_processor(SHAPES["demo"])
-        loaded, random = build_model(SHAPES["demo"], processor.tokenizer).to(device), True
+        weights = "float32" if dtype == "auto" else dtype
+        loaded = build_model(SHAPES["demo"], processor.tokenizer, getattr(torch, weights)).to(device)
+        random = True
     if random and not quiet:
         click.echo("note: this model's weights are random, so its words are noise; the times are real\n", err=True)
     return loaded, processor

@@ -27,6 +27,7 @@ def examine() -> dict[str, Any]:
         The configuration does not resolve.
     """
     from vlcache.bench.checkpoints import SHAPES
+    from vlcache.bench.machine import describe_run
     from vlcache.engines.transformers.load import torchvision_imports
     from vlcache.engines.transformers.support import REFUSED, SUPPORTED
     from vlcache.policies import POLICIES
@@ -39,9 +40,8 @@ def examine() -> dict[str, Any]:
         "transformers_tested": f"{_TRANSFORMERS[0]} to {_TRANSFORMERS[1]}",
         "transformers_in_range": _in_range(_version("transformers")),
         "torchvision_imports": torchvision_imports(),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        **describe_run("cuda" if cuda else "cpu"),
         "cuda": cuda,
-        "threads": torch.get_num_threads(),
         "configuration": asdict(load_config()),
         "policies": list(POLICIES),
         "models": list(SUPPORTED.values()),

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from vlcache.types import Span
 
-__all__ = ["ExactPrefixes", "Prefix"]
+__all__ = ["ExactPrefix", "ExactPrefixes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class ExactPrefix:
     """An earlier prompt's beginning.
 
     Attributes
@@ -71,7 +71,7 @@ class ExactPrefixes:
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity = capacity_bytes
         self._lock = threading.Lock()
-        self._prefixes: OrderedDict[int, Prefix] = OrderedDict()
+        self._prefixes: OrderedDict[int, ExactPrefix] = OrderedDict()
         self._next = 0
 
     @property
@@ -79,7 +79,7 @@ class ExactPrefixes:
         with self._lock:
             return sum(p.nbytes for p in self._prefixes.values())
 
-    def longest(self, ids: Tensor, spans: Sequence[Span]) -> tuple[Prefix | None, int]:
+    def longest(self, ids: Tensor, spans: Sequence[Span]) -> tuple[ExactPrefix | None, int]:
         """The prefix that shares most tokens with a prompt, and how many."""
         best, length = None, 0
         with self._lock:
@@ -92,7 +92,7 @@ class ExactPrefixes:
             self._prefixes.move_to_end(best)
             return self._prefixes[best], length
 
-    def put(self, prefix: Prefix) -> bool:
+    def put(self, prefix: ExactPrefix) -> bool:
         """Keep a prompt's exact K/V; those that it continues are dropped. False if it was not kept."""
         size, total = prefix.nbytes, len(prefix.ids)
         if size > self._capacity or not total:

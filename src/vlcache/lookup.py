@@ -20,7 +20,7 @@ class Found:
     entries : mapping of str to Entry
         Usable entries by the picture's digest.
     rejects : tuple of str
-        Reasons of those that are there but do not match; they are left alone.
+        Reasons of those that are there but do not match.
     """
 
     entries: Mapping[str, Entry]

@@ -122,7 +122,7 @@ class Plan:
     def rows_per_layer(self) -> tuple[int, ...]:
         return tuple(count(self.rows(layer)) for layer in range(self.layers))
 
-    def repaired_from(self) -> int:
+    def exact_until(self) -> int:
         """Index up to which the prompt's K/V are exact: the start of the first reused span that is not
         computed in full, or `end`."""
         return min((s.span.start for s in self.spans if not s.exact), default=self.end)

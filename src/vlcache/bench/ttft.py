@@ -11,9 +11,8 @@ import io
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from PIL import Image
 
 from vlcache.bench.checkpoints import SHAPES, build_model, build_processor
+from vlcache.bench.machine import describe_run, measure_rates, seconds_of
 from vlcache.engines.transformers import VLCache
 from vlcache.errors import ConfigError
 
@@ -135,31 +135,10 @@ def _grid(tokens: int) -> tuple[int, int]:
     return rows, tokens // rows
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def _machine_rates(device: str, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes per second read by a matrix-vector product, and operations per second of a square GEMM."""
-    weights = torch.randn(1 << 13, 1 << 14, device=device).to(dtype)
-    vector = torch.randn(1 << 14, 1, device=device).to(dtype)
-    a = torch.randn(2048, 2048, device=device).to(dtype)
-    nbytes = weights.numel() * weights.element_size()
-    bandwidth = max(nbytes / _seconds(lambda: weights @ vector) for _ in range(5))
-    gemm = max(2 * 2048**3 / _seconds(lambda: a @ a) for _ in range(5))
-    return bandwidth, gemm
-
-
 def _floors(bench: _Bench, rows: int, say: Callable[[str], None]) -> dict[str, float]:
     """The least that the weights and the operations allow for the decoder over some rows."""
     dtype = getattr(torch, bench.settings.dtype)
-    bandwidth, gemm = _machine_rates(bench.settings.device, dtype)
+    bandwidth, gemm = measure_rates(bench.settings.device, dtype)
     decoder = [p for layer in bench.model.model.language_model.layers for p in layer.parameters()]
     head = bench.model.lm_head.weight
     weight_bytes = sum(p.numel() * p.element_size() for p in [*decoder, head])
@@ -220,7 +199,7 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
                 arms.append(("text_only_s", partial(bench.tokens, settings.text_tokens, n + 2)))
             gc.collect()
             for arm, work in arms:
-                seconds = _seconds(work)
+                seconds = seconds_of(work)
                 if turn >= settings.warmups:
                     times[arm].append(seconds)
                     if arm == "warm_s":
@@ -231,22 +210,19 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
     for arm, value in median.items():
         say(f"{arm:<12} {value:8.3f} s   from {min(times[arm]):.3f} to {max(times[arm]):.3f} in {len(times[arm])} runs")
     result: dict[str, Any] = {
-        "shape": settings.shape,
-        "image_tokens": settings.image_tokens,
-        "text_tokens": settings.text_tokens,
-        "policy": settings.policy,
-        "dtype": settings.dtype,
-        "device": torch.cuda.get_device_name() if settings.device == "cuda" else settings.device,
-        "runs": settings.runs,
+        **asdict(settings),
+        **describe_run(settings.device),
         **median,
         "speedup": median["full_s"] / median["warm_s"],
         "overhead": median["warm_s"] / median["same_rows_s"],
         "cold_overhead": median["cold_s"] / median["full_s"],
         "computed_share": share,
         "computed_rows": rows,
+        "moved_bytes": cache.last.moved_bytes,
         "entry_bytes": entry_bytes,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "floor": floors,
+        "range_s": {arm: [min(values), max(values)] for arm, values in times.items()},
         "stages_s": {name: statistics.median(s[name] for s in stages) for name in stages[0]},
     }
     return {key: _rounded(value) for key, value in result.items()}
@@ -255,4 +231,6 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
     return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value

@@ -39,7 +39,10 @@ class Store(Protocol):
         ...
 
     def put(self, entry: Entry) -> bool:
-        """Keep an entry under its header's key, in place of an older one; False if it was not kept."""
+        """Keep an entry under its header's key, in place of an older one; False if it was not kept.
+
+        An entry without K/V never takes the place of one with.
+        """
         ...
 
     def pin(self, keys: Sequence[EntryKey]) -> AbstractContextManager[None]:

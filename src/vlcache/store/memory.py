@@ -49,6 +49,8 @@ class MemoryStore:
         key, size = entry.header.key, entry.nbytes
         with self._lock:
             old = self._entries.get(key)
+            if old is not None and old.has_kv and not entry.has_kv:
+                return True  # what is there says all that the new one does
             spare = self._capacity - self._held + (old.nbytes if old is not None else 0)
             victims = self._victims(size - spare, but=key)
             if victims is None:

@@ -20,11 +20,19 @@ from vlcache.engines.transformers.adapter import PromptPass
 from vlcache.engines.transformers.encoder import encode
 from vlcache.engines.transformers.handoff import FirstCall, PrefilledCache, cache_argument
 from vlcache.engines.transformers.pictures import Media, Reader, media_from_inputs, processor_fingerprint
-from vlcache.engines.transformers.prompt import Prompt, build_prompt, expand_text, picture_sources, render
+from vlcache.engines.transformers.prompt import (
+    Prompt,
+    build_prompt,
+    expand_text,
+    picture_sources,
+    render,
+    vision_tokens,
+)
 from vlcache.engines.transformers.support import describe
+from vlcache.engines.transformers.weights import WeightsWatch
 from vlcache.errors import ConfigError, InputError
-from vlcache.exact import ExactPrefixes, Prefix, cut
-from vlcache.keys import fingerprint_weights, scope
+from vlcache.exact import ExactPrefix, ExactPrefixes, cut
+from vlcache.keys import scope
 from vlcache.lookup import Found, find, reusable
 from vlcache.plan import Plan, make_plan, plan_span
 from vlcache.policies import Policy, parse_policy
@@ -88,43 +96,54 @@ class VLCache:
         if config is not None and options:
             raise ConfigError(f"config and {', '.join(options)} are both given; put them into the config")
         self.config = config or load_config(policy=policy if isinstance(policy, str) else None, **options)
-        self.policy: Policy = _policy(policy, self.config.policy)
+        self.policy: Policy = _policy(self.config.policy if policy is None else policy)
         self._geometry = describe(model)
+        beyond = [layer for layer in self.config.checkpoint_layers if layer >= self._geometry.layers]
+        if beyond:
+            raise ConfigError(f"checkpoint_layers: {beyond} are beyond the model's {self._geometry.layers} layers")
         # A rule that does not fit this model says so now and not at the first hit
         plan_span(self.policy, Span("", 0, 1, (1, 1, 1)), self._geometry.layers)
         self._model = model
-        self._device = model.get_input_embeddings().weight.device
         self._processor = processor
         self._own_store = store is None
         self.store: Store = MemoryStore(int(self.config.memory_gb * 1e9)) if store is None else store
         prefix_gb = self.config.prefix_gb if self.config.prefix_cache else 0
         self._prefixes = ExactPrefixes(int(prefix_gb * 1e9))
-        self._fingerprint = fingerprint_weights(model.config.to_json_string(), model.named_parameters())
+        self._weights = WeightsWatch(model)
+        self._fingerprint = ""
+        self._closed = False
+        self._check_weights()
         self.counters = Counters()
         self.last: Report | None = None
-        self._reader = Reader(processor.image_processor, self.config.max_image_pixels, self.counters)
+        self._reader = Reader(self.config.max_image_pixels, self.counters)
         self._lock = threading.Lock()
         self._first_call: FirstCall | None = None
-        self._rope_delta: Any = None
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self._model.get_input_embeddings().weight.device
+        return device
 
     def __enter__(self) -> VLCache:
-        self._rope_delta = self._model.model.rope_deltas
-        self._first_call = FirstCall(self._model)
-        self._first_call.start()
+        self._check_open()
+        if self._first_call is not None:
+            raise InputError("this cache is in use already; make one VLCache per `with`")
+        self._first_call = FirstCall.join(self._model)
         return self
 
     def __exit__(self, *exc: object) -> None:
         assert self._first_call is not None
-        self._first_call.stop()
+        self._first_call.leave()
         self._first_call = None
-        self._model.model.rope_deltas = self._rope_delta
         self.close()
 
     def close(self) -> None:
         """Drop all K/V held, and the store where it is the cache's own."""
-        self._prefixes.clear()
-        if self._own_store:
-            self.store.close()
+        with self._lock:
+            self._closed = True
+            self._prefixes.clear()
+            if self._own_store:
+                self.store.close()
 
     @torch.no_grad()
     def prefill(
@@ -136,6 +155,8 @@ class VLCache:
     ) -> dict[str, Any]:
         """Prefill a prompt, reusing what is known of its pictures.
 
+        Like any cache in transformers, what it returns is good for one `generate`.
+
         Parameters
         ----------
         request : list of chat messages, or a processor's output for one prompt
@@ -143,7 +164,7 @@ class VLCache:
         policy : str or Policy, optional
             Instead of the cache's, for this prompt.
         **template
-            Options for the chat template.
+            Options for the chat template (`add_generation_prompt`, `tools`, `add_vision_id`, ...).
 
         Returns
         -------
@@ -153,11 +174,13 @@ class VLCache:
 
         Raises
         ------
-        MediaError, InputError
-            Nothing is stored, and the next call works.
+        MediaError, InputError, ConfigError
+            A picture, a prompt or a policy that cannot be used. Nothing is stored, and the next call works.
         """
         with self._lock:
-            return self._prefill(request, self.policy if policy is None else _policy(policy, ""), template)
+            self._check_open()
+            self._check_weights()
+            return self._prefill(request, self.policy if policy is None else _policy(policy), template)
 
     def _prefill(self, request: Any, policy: Policy, template: dict[str, Any]) -> dict[str, Any]:
         clock = _Clock()
@@ -168,22 +191,32 @@ class VLCache:
                 media = media_from_inputs(inputs, settings)
             else:
                 sources, messages = picture_sources(request)
-                media = self._reader.read(sources, settings)
+                media = self._reader.read(sources, self._processor.image_processor, settings)
         with clock.stage("tokens"):
             if inputs is None:
                 text = render(self._processor, messages, **template)
+                tokens = [vision_tokens(self._model, m.grid) for m in media]
+                text = expand_text(text, self._processor.image_token, tokens)
                 if not media:
                     return self._text_only(self._processor(text=[text], return_tensors="pt"), policy)
-                merge = self._model.config.vision_config.spatial_merge_size**2
-                tokens = [m.grid[0] * m.grid[1] * m.grid[2] // merge for m in media]
-                text = expand_text(text, self._processor.image_token, tokens)
                 ids = self._processor.tokenizer([text], return_tensors="pt")["input_ids"][0]
             else:
+                ids = _one_prompt(inputs)
                 if not media:
                     return self._text_only(inputs, policy)
-                ids = _one_prompt(inputs)
             prompt = build_prompt(self._model, ids.cpu(), [m.content for m in media], [m.grid for m in media])
         return self._run(prompt, media, policy, settings, clock)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError("this cache is closed; make a new VLCache")
+
+    def _check_weights(self) -> None:
+        """Look at the model again if its weights are no longer those that it had."""
+        if self._weights.changed():
+            self._geometry = describe(self._model)
+            self._fingerprint = self._weights.fingerprint()
+            self._prefixes.clear()
 
     def _text_only(self, inputs: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
         self.last = Report((), policy.name, int(inputs["input_ids"].shape[-1]))
@@ -257,11 +290,11 @@ class VLCache:
         return [outputs.get(span.content) for span in spans]
 
     def _keep_prefix(self, prompt: Prompt, plan: Plan, work: PromptPass) -> None:
-        exact = plan.repaired_from()
+        exact = plan.exact_until()
         if exact > plan.begin:
             spans = tuple(s for s in prompt.spans if s.stop <= exact)
             keys, values = ([cut(t, exact) for t in kv] for kv in (work.keys, work.values))
-            self._prefixes.put(Prefix(prompt.ids[:exact].clone(), spans, keys, values))
+            self._prefixes.put(ExactPrefix(prompt.ids[:exact].clone(), spans, keys, values))
 
     def _hand_over(self, prompt: Prompt, work: PromptPass, logits: Tensor) -> dict[str, Any]:
         device = self._device
@@ -293,10 +326,8 @@ class _Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def _policy(given: str | Policy | None, default: str) -> Policy:
-    if given is None or isinstance(given, str):
-        return parse_policy(default if given is None else given)
-    return given
+def _policy(given: str | Policy) -> Policy:
+    return parse_policy(given) if isinstance(given, str) else given
 
 
 def _one_prompt(inputs: Mapping[str, Any]) -> Tensor:

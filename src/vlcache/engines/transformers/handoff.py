@@ -23,16 +23,23 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from vlcache.errors import InputError
+
 __all__ = ["FirstCall", "PrefilledCache", "cache_argument"]
 
 
 def cache_argument(model: Any) -> str:
     """What this release of transformers calls the cache: `past_key_values`, later `cache`."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    # The class may be a wrapper of another library, the instance's forward anybody's
+    names = {name for f in (type(model).forward, model.forward) for name in inspect.signature(f).parameters}
+    return "cache" if "cache" in names else "past_key_values"
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]
-    """K/V of T tokens that shows the first T-1 until the last one is revealed. Never writes to the tensors."""
+    """K/V of T tokens that shows the first T-1 until the last one is revealed. Never writes to the tensors.
+
+    `full` holds all T tokens for as long as nobody has changed what the layer shows.
+    """
 
     keys: Tensor | None
     values: Tensor | None
@@ -40,28 +47,47 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.dtype, self.device = keys.dtype, keys.device
-        self._full = (keys, values)
+        self.full: tuple[Tensor, Tensor] | None = (keys, values)
         self.keys, self.values = keys[:, :, :-1], values[:, :, :-1]
         self.is_initialized = True
 
     def reveal(self, batch: int) -> None:
-        self.keys, self.values = (t.expand(batch, -1, -1, -1) for t in self._full)
+        assert self.full is not None
+        self.keys, self.values = (t.expand(batch, -1, -1, -1) for t in self.full)
+        self.full = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.full = None
         batch = key_states.shape[0]
         if self.keys is not None and self.values is not None and self.keys.shape[0] == 1 and batch > 1:
             self.keys, self.values = (t.expand(batch, -1, -1, -1) for t in (self.keys, self.values))
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         return keys, values
 
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        self.full = None
+        super().crop(*args, **kwargs)
+
     def reset(self) -> None:
         # The tensors may also serve as an exact prefix: drop them, do not zero them
-        self.keys = self.values = None
+        self.full = self.keys = self.values = None
         self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.full = None
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.full = None
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.full = None
+        super().batch_select_indices(indices)
 
 
 class PrefilledCache(DynamicCache):  # type: ignore[misc]
-    """A dynamic cache that a selective prefill has filled.
+    """A dynamic cache that a selective prefill has filled. Like any cache it is good for one `generate`.
 
     Parameters
     ----------
@@ -85,8 +111,8 @@ class PrefilledCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def fresh(self) -> bool:
-        """True until the model has been called on this cache."""
-        return self._logits is not None and self.get_seq_length() == self._ids.shape[1] - 1
+        """True until the model has been called on this cache, or somebody changed it."""
+        return self._logits is not None and all(layer.full is not None for layer in self.layers)
 
     def start_of(self, ids: Tensor, positions: Tensor | None) -> int | None:
         """Where in the prompt a call's tokens `[batch, n]` begin; None if they are not the prompt's.
@@ -96,8 +122,8 @@ class PrefilledCache(DynamicCache):  # type: ignore[misc]
         """
         total, n = self._ids.shape[1], ids.shape[1]
         starts = [total - 1 if n == 1 else self._skipped]
-        if positions is not None and positions.ndim == 3 and positions.shape[0] == 4 and positions.numel():
-            starts.insert(0, int(positions[0, 0, 0]))
+        if (said := _first_position(positions)) is not None:
+            starts.insert(0, said)
         for start in starts:
             stop = min(start + n, total)
             if start < stop and bool((ids[:, : stop - start] == self._ids[:, start:stop]).all()):
@@ -119,39 +145,74 @@ class PrefilledCache(DynamicCache):  # type: ignore[misc]
     def forget_logits(self) -> None:
         """From here on this is an ordinary cache of T-1 tokens."""
         self._logits = None
+        for layer in self.layers:
+            layer.full = None
+
+    def check_continues(self, positions: Tensor | None) -> None:
+        """Raise InputError if a call's tokens do not follow those in the cache."""
+        start = _first_position(positions)
+        if start is not None and start != self.get_seq_length():
+            raise InputError(
+                "this prefill has been decoded already; call prefill again (it costs little), or give each generate "
+                "a copy.deepcopy of what prefill returned"
+            )
+
+
+def _first_position(positions: Tensor | None) -> int | None:
+    """Text position of a call's first token, where `generate`'s four rows of position ids are given."""
+    if positions is None or positions.ndim != 3 or positions.shape[0] != 4 or not positions.numel():
+        return None
+    return int(positions[0, 0, 0])
 
 
 class FirstCall:
-    """While active, a model's first call on a `PrefilledCache` is answered from it.
+    """Answers a model's first call on a `PrefilledCache` from it, while anybody uses the model so.
 
-    Sets the instance's `forward` and takes it back on `stop`; the class is not touched.
+    Sets the instance's `forward` once, however many caches use the model, and takes it back with the last of them.
+    The class is not touched.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._name = cache_argument(model)
+        self._users = 0
         self._instance_forward = model.__dict__.get("forward")
+        self._rope_deltas = model.model.rope_deltas
         original = model.forward
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             cache = kwargs.get(self._name)
-            if isinstance(cache, PrefilledCache) and cache.fresh and not args:
+            if isinstance(cache, PrefilledCache) and not args:
+                if not cache.fresh:
+                    cache.check_continues(kwargs.get("position_ids"))
+                    return original(**kwargs)
                 answer, kwargs = self._answer(cache, kwargs)
                 if answer is not None:
                     return answer
             return original(*args, **kwargs)
 
+        forward.first_call = self  # type: ignore[attr-defined]
         self._forward = forward
 
-    def start(self) -> None:
-        self._model.forward = self._forward
+    @classmethod
+    def join(cls, model: Any) -> FirstCall:
+        """The model's `FirstCall`, made and started for its first user."""
+        call = getattr(model.__dict__.get("forward"), "first_call", None) or cls(model)
+        call._users += 1
+        model.forward = call._forward
+        return call
 
-    def stop(self) -> None:
+    def leave(self) -> None:
+        """The last to leave puts the model back as it was."""
+        self._users -= 1
+        if self._users or self._model.__dict__.get("forward") is not self._forward:
+            return
+        self._model.model.rope_deltas = self._rope_deltas
         if self._instance_forward is not None:
             self._model.forward = self._instance_forward
         else:
-            self._model.__dict__.pop("forward", None)
+            del self._model.forward
 
     def _answer(self, cache: PrefilledCache, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The stored answer, or None and the arguments with which the model itself is to be called."""

@@ -17,7 +17,7 @@ from vlcache.engines.transformers.prompt import expand_text, picture_sources
 from vlcache.errors import ConfigError
 from vlcache.media import open_picture
 
-__all__ = ["PictureProcessor", "load_checkpoint", "load_processor", "torchvision_imports"]
+__all__ = ["PictureProcessor", "check_device", "load_checkpoint", "load_processor", "torchvision_imports"]
 
 
 class PictureProcessor:
@@ -75,6 +75,16 @@ def torchvision_imports() -> bool:
     except Exception:
         return False
     return True
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigError for a device that is not there."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise ConfigError(
+            f"device {device!r} cannot be used with this torch; give cpu, or cuda where there is a GPU"
+        ) from None
 
 
 def load_processor(folder: str | Path) -> Any:

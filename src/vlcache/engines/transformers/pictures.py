@@ -105,21 +105,25 @@ class Reader:
 
     Parameters
     ----------
-    processor : transformers image processor
     max_pixels : int
         Larger pictures are refused from their header.
     counters : Counters
         Where decodes, preprocessings and the two levels' hits are counted.
     """
 
-    def __init__(self, processor: Any, max_pixels: int, counters: Counters) -> None:
-        self._processor = processor
+    def __init__(self, max_pixels: int, counters: Counters) -> None:
         self._max_pixels = max_pixels
         self._counters = counters
         self._known = Known()
 
-    def read(self, sources: Sequence[Source], settings: str) -> list[Media]:
+    def read(self, sources: Sequence[Source], processor: Any, settings: str) -> list[Media]:
         """Open every picture, then identify each.
+
+        Parameters
+        ----------
+        processor : transformers image processor
+        settings : str
+            Its fingerprint.
 
         Raises
         ------
@@ -127,9 +131,9 @@ class Reader:
             The first picture that cannot be read, decoded or processed.
         """
         pictures = [open_picture(source, number) for number, source in enumerate(sources, 1)]
-        return [self._identify(picture, settings) for picture in pictures]
+        return [self._identify(picture, processor, settings) for picture in pictures]
 
-    def _identify(self, picture: Picture, settings: str) -> Media:
+    def _identify(self, picture: Picture, processor: Any, settings: str) -> Media:
         """By the file's bytes if they are known, else by its pixels."""
         known, counters = self._known, self._counters
         data_digest = picture.data_digest(settings)
@@ -144,7 +148,7 @@ class Reader:
                 counters.known_pictures += 1
             else:
                 counters.new_pictures += 1
-        media = Media(picture.label, content, lambda: self._preprocess(picture, image), known.grid(content))
+        media = Media(picture.label, content, lambda: self._preprocess(picture, image, processor), known.grid(content))
         known.remember(content, data_digest, media.grid)
         return media
 
@@ -152,11 +156,11 @@ class Reader:
         self._counters.decoded += picture.data is not None
         return picture.decode(self._max_pixels)
 
-    def _preprocess(self, picture: Picture, image: Image.Image | None) -> tuple[Tensor, Grid]:
+    def _preprocess(self, picture: Picture, image: Image.Image | None, processor: Any) -> tuple[Tensor, Grid]:
         image = image or self._decode(picture)
         self._counters.preprocessed += 1
         try:
-            out = self._processor(images=[image], return_tensors="pt")
+            out = processor(images=[image], return_tensors="pt")
         except Exception:
             long, short = max(image.size), max(1, min(image.size))
             problem = f"the processor refuses {image.width}x{image.height} pixels (aspect ratio {long / short:.0f}:1)"
@@ -176,16 +180,17 @@ def media_from_inputs(inputs: Mapping[str, Any], settings: str) -> list[Media]:
     if inputs.get("pixel_values_videos") is not None or inputs.get("video_grid_thw") is not None:
         raise InputError("the inputs hold a video, which is not supported yet; give pictures")
     pixels, grids = inputs.get("pixel_values"), inputs.get("image_grid_thw")
-    if pixels is None or grids is None:
-        if pixels is not None or grids is not None:
-            raise InputError("pixel_values and image_grid_thw go together; pass the processor's output as it is")
+    if pixels is None and grids is None:
         return []
-    grids = torch.as_tensor(grids)
+    if not isinstance(pixels, Tensor) or not isinstance(grids, Tensor):
+        raise InputError(
+            "pixel_values and image_grid_thw go together, as tensors; call the processor with return_tensors='pt'"
+        )
     sizes = grids.prod(-1).tolist()
     if sum(sizes) != len(pixels):
         raise InputError(f"pixel_values has {len(pixels)} patches, image_grid_thw says {sum(sizes)}")
     media = []
-    for number, (grid, patches) in enumerate(zip(grids.tolist(), pixels.split(sizes), strict=True), 1):
+    for number, (grid, patches) in enumerate(zip(grids.tolist(), torch.split(pixels, sizes), strict=True), 1):
         content = digest("patches", settings, str(grid), str(patches.dtype), tensor_bytes(patches))
         shape = (grid[0], grid[1], grid[2])
         media.append(Media(f"picture {number}", content, partial(_ready, patches, shape), shape))

@@ -12,9 +12,12 @@ from torch import Tensor
 from vlcache.errors import InputError
 from vlcache.types import Span
 
-__all__ = ["Prompt", "build_prompt", "expand_text", "picture_sources", "render"]
+__all__ = ["Prompt", "build_prompt", "expand_text", "picture_sources", "render", "vision_tokens"]
 
 Messages = Sequence[Mapping[str, Any]]
+
+_SOURCES = ("image", "image_url", "url", "bytes", "path", "base64")
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,14 @@ def _picture_of(part: Any, message: int) -> Any:
     if kind == "text":
         return None
     if kind in ("image", "image_url"):
-        for name in ("image", "image_url", "url", "path", "base64"):
+        sizes = [name for name in _SIZES if name in part]
+        if sizes:
+            raise InputError(f"message {message}: {', '.join(sizes)} of one picture; set sizes on the image processor")
+        for name in _SOURCES:
             value = part.get(name)
+            if isinstance(value, Mapping):  # {"url": ...} as in OpenAI's API, {"bytes": ...} as in datasets
+                value = next((value[n] for n in _SOURCES if value.get(n) is not None), None)
             if value is not None:
-                value = value.get("url") if isinstance(value, Mapping) else value
                 return f"data:;base64,{value}" if name == "base64" else value
         raise InputError(f"message {message}: an image part without a picture; write {{'type': 'image', 'image': ...}}")
     raise InputError(f"message {message}: a part of type {kind!r} is not supported; give text and images")
@@ -85,6 +92,9 @@ def _picture_of(part: Any, message: int) -> Any:
 
 def render(processor: Any, messages: list[dict[str, Any]], **options: Any) -> str:
     """The chat template's text, with one placeholder per picture."""
+    reserved = sorted({"tokenize", "return_dict", "return_tensors"} & set(options))
+    if reserved:
+        raise InputError(f"{', '.join(reserved)} cannot be set here; prefill tokenises and returns tensors itself")
     options = {"add_generation_prompt": True} | options
     return str(processor.apply_chat_template(messages, tokenize=False, **options))
 
@@ -106,6 +116,12 @@ def expand_text(text: str, placeholder: str, tokens: Sequence[int]) -> str:
     return "".join(part + placeholder * n for part, n in zip(parts, [*tokens, 0], strict=True))
 
 
+def vision_tokens(model: Any, grid: tuple[int, int, int]) -> int:
+    """N of a picture with that patch grid."""
+    t, h, w = grid
+    return int(t * h * w // model.config.vision_config.spatial_merge_size**2)
+
+
 def build_prompt(model: Any, ids: Tensor, contents: Sequence[str], grids: Sequence[tuple[int, int, int]]) -> Prompt:
     """Find the pictures' spans among the tokens and compute rotary positions.
 
@@ -120,7 +136,6 @@ def build_prompt(model: Any, ids: Tensor, contents: Sequence[str], grids: Sequen
     InputError
         Vision tokens that do not fit the pictures.
     """
-    merge = model.config.vision_config.spatial_merge_size**2
     vision = ids == model.config.image_token_id
     if model.config.video_token_id is not None and bool((ids == model.config.video_token_id).any()):
         raise InputError("the prompt holds video tokens, which are not supported yet; give pictures")
@@ -128,7 +143,7 @@ def build_prompt(model: Any, ids: Tensor, contents: Sequence[str], grids: Sequen
     spans: list[Span] = []
     at = 0
     for number, (content, grid) in enumerate(zip(contents, grids, strict=True), 1):
-        n = grid[0] * grid[1] * grid[2] // merge
+        n = vision_tokens(model, grid)
         mine = where[at : at + n]
         if len(mine) != n or mine[-1] - mine[0] != n - 1:
             raise InputError(f"picture {number} needs {n} consecutive vision tokens, the prompt has {len(mine)} for it")

@@ -38,6 +38,8 @@ def describe(model: Any) -> Geometry:
     UnsupportedModelError
         Names the layer or the attention that rules the model out.
     """
+    if not hasattr(model, "config"):
+        raise UnsupportedModelError(f"a {type(model).__name__} is not a transformers model")
     kind = getattr(model.config, "model_type", type(model).__name__)
     text = model.config.get_text_config()
     for layer, attention in enumerate(getattr(text, "layer_types", None) or ()):
@@ -49,7 +51,16 @@ def describe(model: Any) -> Geometry:
         known = ", ".join(SUPPORTED.values())
         raise UnsupportedModelError(f"model type {kind!r} is not supported: it has not been tested; known are {known}")
 
-    decoder = model.model.language_model
+    decoder = getattr(getattr(model, "model", None), "language_model", None)
+    if decoder is None or not hasattr(model, "lm_head"):
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} is a wrapper or a part of a model; give the ...ForConditionalGeneration itself "
+            "(of a PEFT model: model.get_base_model())"
+        )
+    places = {str(p.device) for p in model.parameters()}
+    if len(places) != 1 or "meta" in places:
+        where = ", ".join(sorted(places))
+        raise UnsupportedModelError(f"the model's weights are on {where}; load it onto one device")
     for number, layer in enumerate(decoder.layers):
         _check_parts(kind, f"decoder layer {number}", layer, _LAYER, set())
         _check_parts(kind, f"attention of layer {number}", layer.self_attn, _ATTENTION, {"q_norm", "k_norm"})
@@ -90,7 +101,7 @@ def _rope(kind: str, text: Any, rotary: Any, head_dim: int) -> Rope:
             "its frequencies change with the prompt's length"
         )
     frequencies = tuple(rotary.inv_freq.float().tolist())
-    sections = tuple(parameters["mrope_section"])
+    sections = tuple(parameters.get("mrope_section") or getattr(rotary, "mrope_section", ()))
     if sum(sections) != len(frequencies) or 2 * len(frequencies) != head_dim:
         raise UnsupportedModelError(
             f"model type {kind!r} is not supported: rotary sections {sections} do not fill a head of {head_dim}"
