@@ -70,5 +70,5 @@ def _adapters(model: Any) -> tuple[str, ...]:
     return tuple(
         f"{name} {module.active_adapters} {module.disable_adapters} {module.merged_adapters} {module.scaling}"
         for name, module in model.named_modules()
-        if hasattr(module, "merged_adapters")
+        if hasattr(type(module), "merged_adapters")
     )
