@@ -193,6 +193,26 @@ def test_text_prompts_pass_through(lab: Lab) -> None:
         assert set(cache.prefill(inputs)) == set(inputs)
 
 
+def test_a_padded_batch_of_texts_passes_through(one_lab: Lab) -> None:
+    texts = ["one", "two and a half"]
+    tokenizer = one_lab.processor.tokenizer
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    expected = one_lab.model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)
+    with one_lab.cache() as cache:
+        assert torch.equal(
+            one_lab.model.generate(**cache.prefill(inputs), max_new_tokens=4, min_new_tokens=4), expected
+        )
+
+
+def test_vision_tokens_without_pictures_are_refused(one_lab: Lab) -> None:
+    inputs = one_lab.inputs(chats(one_lab)[0])
+    with one_lab.cache() as cache:
+        with pytest.raises(InputError, match="no pixel_values"):
+            cache.prefill({"input_ids": inputs["input_ids"]})
+        with pytest.raises(InputError, match="no input_ids tensor"):
+            cache.prefill({"role": "user", "content": "one message"})
+
+
 def test_a_prefill_is_good_for_one_generate(one_lab: Lab) -> None:
     """A second one would go on behind the first answer; a copy is another matter."""
     chat = chats(one_lab)[0]

@@ -163,6 +163,30 @@ def test_a_store_without_room_still_answers(one_lab: Lab) -> None:
         assert cache.store.stats().refusals == 2
 
 
+class Broken(MemoryStore):
+    """A store that breaks its promise not to raise, at one method."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(10**8)
+        self.method = method
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "method" and name == self.method:
+            raise OSError("the disk is gone")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("method", ["get_many", "put", "pin"])
+def test_a_store_that_raises_costs_a_counted_miss(one_lab: Lab, method: str) -> None:
+    plain = one_lab.model.generate(**one_lab.inputs(one_lab.chat(make_picture(1), "z")), max_new_tokens=6)
+    with one_lab.cache("full", store=Broken(method)) as cache:
+        for _ in range(2):
+            out = cache.prefill(one_lab.chat(make_picture(1), "z"))
+            assert torch.equal(one_lab.model.generate(**out, max_new_tokens=6), plain)
+        assert outcomes(cache) == (["reused"] if method == "pin" else ["new"])
+        assert cache.counters.rejects == ({} if method == "pin" else {"store fault": 2})
+
+
 def test_tenants_do_not_see_each_others_entries(one_lab: Lab) -> None:
     store, data = MemoryStore(10**8), png(make_picture(1))
     with one_lab.cache("none", store=store, cache_salt="a") as cache:

@@ -1,14 +1,21 @@
-"""From spans to entries: what the store holds for a prompt, and which of it is used."""
+"""From spans to entries: what the store holds for a prompt, and which of it is used.
+
+Stores promise not to raise. One that breaks its promise costs a counted miss here, not the answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from vlcache.store.base import Store
 from vlcache.types import Entry, Header, Span
 
-__all__ = ["Found", "find", "reusable"]
+__all__ = ["STORE_FAULT", "Found", "find", "keep", "pinned", "reusable"]
+
+STORE_FAULT = "store fault"
+"""The reason under which a raising store is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +38,37 @@ def find(store: Store, headers: Sequence[Header]) -> Found:
     """Look up what a prompt's spans need; each entry is compared in full with what is expected."""
     expected = {h.key: h for h in headers}
     entries, rejects = {}, []
-    for key, entry in store.get_many(list(expected)).items():
+    try:
+        held = store.get_many(list(expected))
+    except Exception:
+        return Found({}, (STORE_FAULT,))
+    for key, entry in held.items():
         reason = entry.mismatch(expected[key])
         if reason is None:
             entries[key.content] = entry
         else:
             rejects.append(reason)
     return Found(entries, tuple(rejects))
+
+
+@contextmanager
+def pinned(store: Store, headers: Sequence[Header]) -> Iterator[None]:
+    """While the context lasts, the entries of a prompt's spans are not evicted."""
+    with ExitStack() as stack:
+        with suppress(Exception):
+            stack.enter_context(store.pin([h.key for h in headers]))
+        yield
+
+
+def keep(store: Store, entries: Iterable[Entry]) -> tuple[str, ...]:
+    """Put entries into the store; the faults that it had."""
+    faults = []
+    for entry in entries:
+        try:
+            store.put(entry)
+        except Exception:
+            faults.append(STORE_FAULT)
+    return tuple(faults)
 
 
 def reusable(spans: Sequence[Span], entries: Mapping[str, Entry], begin: int) -> list[Span]:

@@ -33,7 +33,7 @@ from vlcache.engines.transformers.weights import WeightsWatch
 from vlcache.errors import ConfigError, InputError
 from vlcache.exact import ExactPrefix, ExactPrefixes, cut
 from vlcache.keys import scope
-from vlcache.lookup import Found, find, reusable
+from vlcache.lookup import Found, find, keep, pinned, reusable
 from vlcache.plan import Plan, make_plan, plan_span
 from vlcache.policies import Policy, parse_policy
 from vlcache.prefill import place, selective_prefill
@@ -201,9 +201,9 @@ class VLCache:
                     return self._text_only(self._processor(text=[text], return_tensors="pt"), policy)
                 ids = self._processor.tokenizer([text], return_tensors="pt")["input_ids"][0]
             else:
-                ids = _one_prompt(inputs)
                 if not media:
                     return self._text_only(inputs, policy)
+                ids = _one_prompt(inputs)
             prompt = build_prompt(self._model, ids.cpu(), [m.content for m in media], [m.grid for m in media])
         return self._run(prompt, media, policy, settings, clock)
 
@@ -219,7 +219,11 @@ class VLCache:
             self._prefixes.clear()
 
     def _text_only(self, inputs: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-        self.last = Report((), policy.name, int(inputs["input_ids"].shape[-1]))
+        """Inputs without pictures, as they are: any number of prompts, padded or not."""
+        ids = _ids(inputs)
+        if bool((ids == self._model.config.image_token_id).any()):
+            raise InputError("the prompt has vision tokens but no pixel_values; pass the processor's output as it is")
+        self.last = Report((), policy.name, int(ids.shape[-1]))
         return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
     def _run(
@@ -227,7 +231,7 @@ class VLCache:
     ) -> dict[str, Any]:
         geometry, total = self._geometry, len(prompt.ids)
         headers = [self._header(span, settings) for span in prompt.spans]
-        with self.store.pin([h.key for h in headers]):
+        with pinned(self.store, headers):
             with clock.stage("lookup"):
                 found = find(self.store, headers)
                 prefix, begin = self._prefixes.longest(prompt.ids[: total - 1], prompt.spans)
@@ -250,11 +254,10 @@ class VLCache:
                 _synchronize(self._device)
         with clock.stage("store"):
             new = capture(work, plan, prompt.spans, headers, encoded, prompt.positions, found.entries, watch)
-            for entry in new:
-                self.store.put(entry)
+            faults = keep(self.store, new)
             self._keep_prefix(prompt, plan, work)
         spans = report_spans(plan, prompt.spans, found.entries)
-        self.counters.add(spans, found.rejects)
+        self.counters.add(spans, found.rejects + faults)
         token_bytes = 2 * geometry.kv_heads * geometry.head_dim * logits.element_size()
         self.last = Report(
             spans=spans,
@@ -330,17 +333,22 @@ def _policy(given: str | Policy) -> Policy:
     return parse_policy(given) if isinstance(given, str) else given
 
 
+def _ids(inputs: Mapping[str, Any]) -> Tensor:
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor):
+        raise InputError("the inputs have no input_ids tensor; call the processor with return_tensors='pt'")
+    return ids
+
+
 def _one_prompt(inputs: Mapping[str, Any]) -> Tensor:
     """The ids of a processor's output, `[T]`.
 
     Raises
     ------
     InputError
-        No ids, several prompts, or padding.
+        Several prompts, or padding.
     """
-    ids = inputs.get("input_ids")
-    if not isinstance(ids, Tensor):
-        raise InputError("the inputs have no input_ids tensor; call the processor with return_tensors='pt'")
+    ids = _ids(inputs)
     if ids.ndim == 2 and ids.shape[0] != 1:
         raise InputError(f"the inputs hold {ids.shape[0]} prompts; prefill one at a time")
     mask = inputs.get("attention_mask")
