@@ -33,8 +33,8 @@ class PromptPass:
     positions : Tensor, int64, `[A, T]`
         Rotary positions.
     spans : sequence of Span
-    encoded : sequence of Tensor, `[N, hidden * (1 + deepstack)]`
-        Encoder outputs of `spans`; may be empty for spans whose rows are never embedded.
+    encoded : sequence of Tensor or None, `[N, hidden * (1 + deepstack)]`
+        Encoder outputs of `spans`; None for spans whose rows are never embedded.
 
     Attributes
     ----------

@@ -63,8 +63,6 @@ class Media:
 
     Parameters
     ----------
-    label : str
-        For messages.
     content : str
         The picture's identity.
     preprocess : callable
@@ -73,10 +71,7 @@ class Media:
         The patch grid where it is known already.
     """
 
-    def __init__(
-        self, label: str, content: str, preprocess: Callable[[], tuple[Tensor, Grid]], grid: Grid | None = None
-    ) -> None:
-        self.label = label
+    def __init__(self, content: str, preprocess: Callable[[], tuple[Tensor, Grid]], grid: Grid | None = None) -> None:
         self.content = content
         self._preprocess = preprocess
         self._grid = grid
@@ -148,7 +143,7 @@ class Reader:
                 counters.known_pictures += 1
             else:
                 counters.new_pictures += 1
-        media = Media(picture.label, content, lambda: self._preprocess(picture, image, processor), known.grid(content))
+        media = Media(content, lambda: self._preprocess(picture, image, processor), known.grid(content))
         known.remember(content, data_digest, media.grid)
         return media
 
@@ -190,10 +185,10 @@ def media_from_inputs(inputs: Mapping[str, Any], settings: str) -> list[Media]:
     if sum(sizes) != len(pixels):
         raise InputError(f"pixel_values has {len(pixels)} patches, image_grid_thw says {sum(sizes)}")
     media = []
-    for number, (grid, patches) in enumerate(zip(grids.tolist(), torch.split(pixels, sizes), strict=True), 1):
+    for grid, patches in zip(grids.tolist(), torch.split(pixels, sizes), strict=True):
         content = digest("patches", settings, str(grid), str(patches.dtype), tensor_bytes(patches))
         shape = (grid[0], grid[1], grid[2])
-        media.append(Media(f"picture {number}", content, partial(_ready, patches, shape), shape))
+        media.append(Media(content, partial(_ready, patches, shape), shape))
     return media
 
 
