@@ -95,7 +95,7 @@ def test_a_mistake_is_one_line_and_a_status(message: str, picture: Path, tmp_pat
 def test_an_unknown_environment_variable_is_a_mistake(picture: Path) -> None:
     out = vlcache("ask", picture, "-q", "x", VLCACHE_POLCY="full")
     assert out.returncode == 2
-    assert "did you mean policy?" in out.stderr
+    assert "did you mean VLCACHE_POLICY?" in out.stderr
 
 
 def test_an_unsupported_model_is_refused(tmp_path: Path, picture: Path, checkpoint: Path) -> None:
@@ -124,3 +124,12 @@ def test_bench_ttft_ends_with_one_json_line() -> None:
     assert set(result["stages_s"]) == {"media", "tokens", "lookup", "encode", "prefill", "store"}
     assert result["peak_rss_bytes"] > 10**8
     assert "floor of a hit (54 rows)" in out.stderr
+
+
+def test_demo_json_is_json_and_its_story_goes_elsewhere() -> None:
+    out = vlcache("demo", "--json")
+    rows = json.loads(out.stdout)["rows"]
+    assert [row["reused"] > 0 for row in rows] == [False] * 3 + [True] * 6
+    assert rows[3]["vision_tokens"] == 345
+    assert rows[3]["computed"] == 7
+    assert "Waiting for first tokens" in out.stderr

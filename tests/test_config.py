@@ -104,7 +104,7 @@ def test_unknown_options_in_a_file_are_told_the_nearest(tmp_path: Path, wrong: s
 def test_unknown_options_in_the_environment_are_told_the_nearest(wrong: str, near: str) -> None:
     message = refusal(environ={wrong: "1"})
     assert wrong in message
-    assert f"did you mean {near}?" in message
+    assert f"did you mean VLCACHE_{near.upper()}?" in message
     assert "environment" in message
 
 
@@ -121,14 +121,16 @@ def test_an_option_near_none_is_told_all(tmp_path: Path) -> None:
         assert all(name in message for name in OPTIONS)
 
 
+def test_an_empty_variable_counts_as_not_set() -> None:
+    assert load_config({"VLCACHE_POLICY": "", "VLCACHE_MEMORY_GB": "", "VLCACHE_CACHE_SALT": ""}) == Config()
+
+
 WRONG_TEXT = [
     ("memory_gb", "four"),
-    ("memory_gb", ""),
     ("memory_gb", "nan"),
     ("prefix_gb", "inf"),
     ("prefix_gb", "4 GB"),
     ("prefix_cache", "maybe"),
-    ("prefix_cache", ""),
     ("max_image_pixels", "1.5"),
     ("max_image_pixels", "64M"),
     ("checkpoint_layers", "4;8"),

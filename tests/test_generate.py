@@ -152,17 +152,34 @@ def test_an_instance_forward_that_was_there_comes_back(one_lab: Lab) -> None:
         del one_lab.model.forward
 
 
-def test_a_prompt_can_be_decoded_after_the_cache_is_gone(one_lab: Lab) -> None:
+def test_decoding_begins_inside_the_with_and_may_end_outside(one_lab: Lab) -> None:
     chat = chats(one_lab)[0]
     plain = one_lab.model.generate(**one_lab.inputs(chat), max_new_tokens=8, min_new_tokens=8)
     with one_lab.cache() as cache:
+        inputs, begun = cache.prefill(chat), cache.prefill(chat)
+        out = one_lab.model.generate(**begun, max_new_tokens=4, min_new_tokens=4, return_dict_in_generate=True)
+    with pytest.raises(InputError, match="inside the cache's `with`"):
+        one_lab.model.generate(**inputs, max_new_tokens=8)
+    with pytest.raises(InputError, match="inside the cache's `with`"):
+        one_lab.cache().prefill(chat)
+    name = cache_argument(one_lab.model)
+    rest = one_lab.model.generate(out.sequences, **{name: out[name]}, max_new_tokens=4, min_new_tokens=4)
+    assert torch.equal(rest, plain)
+
+
+def test_decoding_needs_its_cache(one_lab: Lab) -> None:
+    with one_lab.cache() as cache, pytest.raises(InputError, match="use_cache=False"):
+        one_lab.model.generate(**cache.prefill(chats(one_lab)[0]), max_new_tokens=4, use_cache=False)
+
+
+def test_a_first_call_with_positional_arguments(one_lab: Lab) -> None:
+    chat = chats(one_lab)[0]
+    with one_lab.cache() as cache, torch.no_grad():
         inputs = cache.prefill(chat)
-    for options in ({}, {"num_beams": 2}):
-        again = one_lab.cache().prefill(chat)
-        out = one_lab.model.generate(**again, max_new_tokens=8, min_new_tokens=8, **options)
-        expected = one_lab.model.generate(**one_lab.inputs(chat), max_new_tokens=8, min_new_tokens=8, **options)
-        assert torch.equal(out, expected)
-    assert torch.equal(one_lab.model.generate(**inputs, max_new_tokens=8, min_new_tokens=8), plain)
+        ids, cached = inputs["input_ids"][:, -1:], inputs[cache_argument(one_lab.model)]
+        out = one_lab.model(ids, None, inputs["position_ids"][..., -1:], cached)
+        expected = one_lab.model(**one_lab.inputs(chat)).logits[0, -1]
+        assert torch.allclose(out.logits[0, -1], expected, atol=1e-4)
 
 
 def test_a_first_call_with_other_tokens_goes_to_the_model(one_lab: Lab) -> None:
@@ -210,7 +227,7 @@ def test_vision_tokens_without_pictures_are_refused(one_lab: Lab) -> None:
         with pytest.raises(InputError, match="no pixel_values"):
             cache.prefill({"input_ids": inputs["input_ids"]})
         with pytest.raises(InputError, match="no input_ids tensor"):
-            cache.prefill({"role": "user", "content": "one message"})
+            cache.prefill({"attention_mask": inputs["attention_mask"]})
 
 
 def test_a_prefill_is_good_for_one_generate(one_lab: Lab) -> None:

@@ -406,6 +406,26 @@ def test_text_that_spells_a_placeholder_is_refused(one_lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ("hello", "a str is not a chat"),
+        (None, "a NoneType is not a chat"),
+        ([], "the chat is empty"),
+        ([[{"role": "user", "content": "q"}]], "a list of chats"),
+        ({"role": "user", "content": "q"}, "one message is not a chat"),
+    ],
+)
+def test_what_is_not_a_chat_is_named(one_lab: Lab, request_: Any, message: str) -> None:
+    with one_lab.cache() as cache, pytest.raises(InputError, match=message):
+        cache.prefill(request_)
+
+
+def test_a_tokenizer_is_no_processor(one_lab: Lab) -> None:
+    with pytest.raises(InputError, match="is no processor for pictures"):
+        VLCache(one_lab.model, one_lab.processor.tokenizer)
+
+
+@pytest.mark.parametrize(
     "messages",
     [
         [{"content": "no role"}],

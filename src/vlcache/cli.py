@@ -38,8 +38,8 @@ def cli() -> None:
 @click.option("--system", help="System prompt.")
 @click.option("--max-new-tokens", default=64, show_default=True, type=click.IntRange(1))
 @click.option("--dtype", default="auto", show_default=True, type=_DType("auto"))
-@click.option("--memory-gb", type=float, help="Bound of the memory store; 0 turns picture reuse off.")
-@click.option("--prefix-cache/--no-prefix-cache", default=None, help="Reuse exact prefixes of earlier prompts.")
+@click.option("--memory-gb", type=float, help="Bound of the store of pictures; 0 turns it off, exact prefixes stay.")
+@click.option("--prefix-cache/--no-prefix-cache", default=None, help="Reuse earlier prompts' beginnings, exactly.")
 @click.option("--cache-salt", help="Tenant: entries of another salt are invisible.")
 @_POLICY
 @_DEVICE
@@ -55,11 +55,14 @@ def ask(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Answer questions about pictures, each from the cache where it can be."""
+    """Answer questions about pictures, each from the cache where it can be. With --json: one line per question."""
     from vlcache.ask import answer_all
     from vlcache.config import load_config
+    from vlcache.media import open_picture
 
     config = load_config(**options)
+    for number, picture in enumerate(pictures, 1):
+        open_picture(picture, number)  # a mistyped name shows before the model is loaded
     loaded, processor = _load(model, dtype, device, quiet=as_json)
     answers = answer_all(loaded, processor, config, list(pictures), list(questions), system, max_new_tokens)
     for answer in answers:
@@ -78,9 +81,11 @@ def ask(
 @_JSON
 def demo(as_json: bool) -> None:
     """Three photographs: new, behind another system prompt, and swapped, against plain transformers."""
+    from vlcache.config import load_config
     from vlcache.demo import run
 
-    result = run()
+    load_config()  # a mistake in it shows before the model is built
+    result = run(sys.stderr if as_json else sys.stdout)
     if as_json:
         click.echo(json.dumps(result))
 
@@ -104,7 +109,9 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("--shape", default="small", show_default=True, help="small, qwen2-vl-2b, qwen2.5-vl-3b or qwen3-vl-2b.")
+@click.option(
+    "--shape", default="small", show_default=True, help="small, demo, qwen2-vl-2b, qwen2.5-vl-3b, qwen3-vl-2b."
+)
 @click.option("--image-tokens", default=1008, show_default=True, type=click.IntRange(4))
 @click.option("--text-tokens", default=40, show_default=True, type=click.IntRange(1))
 @click.option("--runs", default=3, show_default=True, type=click.IntRange(1))

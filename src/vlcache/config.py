@@ -92,7 +92,7 @@ def load_config(
     if file:
         values |= {_known(key, str(file)): value for key, value in _read_yaml(Path(file)).items()}
     for name, text in environ.items():
-        if name.startswith(_PREFIX) and name != _PREFIX + "CONFIG":
+        if name.startswith(_PREFIX) and name != _PREFIX + "CONFIG" and text:
             values[_known(name.removeprefix(_PREFIX).lower(), "environment", name)] = text
     given = {_known(key, "arguments"): value for key, value in flags.items()}
     values |= {key: value for key, value in given.items() if value is not None}
@@ -104,7 +104,8 @@ def _known(key: object, where: str, shown: str | None = None) -> str:
     if key in names:
         return str(key)
     near = difflib.get_close_matches(str(key), names, n=1)
-    hint = f"did you mean {near[0]}?" if near else "known are " + ", ".join(names)
+    prefix, shape = (_PREFIX, str.upper) if shown else ("", str)
+    hint = f"did you mean {prefix}{shape(near[0])}?" if near else "known are " + ", ".join(names)
     raise ConfigError(f"unknown option {shown or key!r} ({where}); {hint}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from importlib.resources import files
-from typing import Any
+from typing import Any, TextIO
 
 from PIL import Image
 from rich import box
@@ -41,9 +41,9 @@ def _story() -> list[tuple[str, list[dict[str, Any]]]]:
     return steps
 
 
-def run(console: Console | None = None) -> dict[str, Any]:
-    """Tell the story, print the table, and return its rows."""
-    console = console or Console(soft_wrap=True, width=max(100, Console().width))
+def run(out: TextIO) -> dict[str, Any]:
+    """Tell the story on `out`, table included, and return its rows."""
+    console = Console(file=out, soft_wrap=True, width=max(100, Console(file=out).width))
     console.print("Building a small Qwen2.5-VL with random weights: its words are noise, the times are real.")
     processor = build_processor(SHAPES["demo"])
     model = build_model(SHAPES["demo"], processor.tokenizer)

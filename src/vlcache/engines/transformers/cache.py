@@ -71,8 +71,8 @@ class VLCache:
     ------
     UnsupportedModelError
         Before any work, naming what rules the model out.
-    ConfigError
-        An unknown option or policy.
+    ConfigError, InputError
+        An unknown option or policy; a processor without an image processor.
 
     Examples
     --------
@@ -103,6 +103,8 @@ class VLCache:
             raise ConfigError(f"checkpoint_layers: {beyond} are beyond the model's {self._geometry.layers} layers")
         # A rule that does not fit this model says so now and not at the first hit
         plan_span(self.policy, Span("", 0, 1, (1, 1, 1)), self._geometry.layers)
+        if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
+            raise InputError(f"a {type(processor).__name__} is no processor for pictures; give AutoProcessor's")
         self._model = model
         self._processor = processor
         self._own_store = store is None
@@ -155,7 +157,8 @@ class VLCache:
     ) -> dict[str, Any]:
         """Prefill a prompt, reusing what is known of its pictures.
 
-        Like any cache in transformers, what it returns is good for one `generate`.
+        Like any cache in transformers, what it returns is good for one `generate`, which has to be called inside the
+        cache's `with`.
 
         Parameters
         ----------
@@ -179,6 +182,10 @@ class VLCache:
         """
         with self._lock:
             self._check_open()
+            if self._first_call is None:
+                raise InputError(
+                    "prefill works inside the cache's `with`; write `with VLCache(model, processor) as cache:`"
+                )
             self._check_weights()
             return self._prefill(request, self.policy if policy is None else _policy(policy), template)
 

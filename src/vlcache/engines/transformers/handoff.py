@@ -57,7 +57,9 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
         self.full = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.full = None
+        if self.full is not None:
+            # Nobody has looked at the first call: assisted decoding would append the whole prompt once more
+            raise InputError("a prefill is decoded inside the cache's `with`; call generate there")
         batch = key_states.shape[0]
         if self.keys is not None and self.values is not None and self.keys.shape[0] == 1 and batch > 1:
             self.keys, self.values = (t.expand(batch, -1, -1, -1) for t in (self.keys, self.values))
@@ -179,18 +181,23 @@ class FirstCall:
         self._instance_forward = model.__dict__.get("forward")
         self._rope_deltas = model.model.rope_deltas
         original = model.forward
+        names = tuple(inspect.signature(original).parameters)
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if args:
+                args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs
             cache = kwargs.get(self._name)
-            if isinstance(cache, PrefilledCache) and not args:
+            if isinstance(cache, PrefilledCache):
+                if kwargs.get("use_cache") is False:
+                    raise InputError("a prefill cannot be decoded with use_cache=False; leave it out")
                 if not cache.fresh:
                     cache.check_continues(kwargs.get("position_ids"))
                     return original(**kwargs)
                 answer, kwargs = self._answer(cache, kwargs)
                 if answer is not None:
                     return answer
-            return original(*args, **kwargs)
+            return original(**kwargs)
 
         forward.first_call = self  # type: ignore[attr-defined]
         self._forward = forward

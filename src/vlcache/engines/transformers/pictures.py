@@ -172,6 +172,8 @@ def media_from_inputs(inputs: Mapping[str, Any], settings: str) -> list[Media]:
     InputError
         Patches and grids that do not fit, or video.
     """
+    if "role" in inputs:
+        raise InputError("one message is not a chat; put it into a list")
     if inputs.get("pixel_values_videos") is not None or inputs.get("video_grid_thw") is not None:
         raise InputError("the inputs hold a video, which is not supported yet; give pictures")
     pixels, grids = inputs.get("pixel_values"), inputs.get("image_grid_thw")

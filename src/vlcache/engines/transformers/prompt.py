@@ -49,6 +49,12 @@ def picture_sources(messages: Messages) -> tuple[list[Any], list[dict[str, Any]]
     InputError
         A part that is neither text nor picture.
     """
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise InputError(f"a {type(messages).__name__} is not a chat; give a list of messages or a processor's output")
+    if not messages:
+        raise InputError("the chat is empty; give at least one message")
+    if isinstance(messages[0], Sequence):
+        raise InputError("a list of chats; prefill one at a time")
     sources: list[Any] = []
     plain: list[dict[str, Any]] = []
     for number, message in enumerate(messages, 1):
