@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlcache.errors import ConfigError
-from vlcache.policies import parse_policy
+from vlcache.policies import DEFAULT_POLICY, parse_policy
 
 __all__ = ["Config", "load_config"]
 
@@ -33,7 +33,7 @@ class Config:
     policy : str
         What is recomputed of a known picture: `full`, `none`, `prefix:0.02`, `layered:1,0.5,...`.
     memory_gb : float
-        Bound of the memory store in GB (10^9 bytes); 0 turns picture reuse off.
+        Bound of the store of pictures in GB (10^9 bytes); 0 turns it off, exact prefixes stay.
     prefix_cache : bool
         Reuse the K/V of a prompt that begins like an earlier one, exactly.
     prefix_gb : float
@@ -46,7 +46,7 @@ class Config:
         Layers whose input hidden states entries keep, for policies that let rows enter there.
     """
 
-    policy: str = "prefix:0.02"
+    policy: str = DEFAULT_POLICY
     memory_gb: float = 4.0
     prefix_cache: bool = True
     prefix_gb: float = 1.0

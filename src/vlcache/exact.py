@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vlcache.types import Span
 
-__all__ = ["ExactPrefix", "ExactPrefixes"]
+__all__ = ["ExactPrefix", "ExactPrefixes", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,10 @@ class ExactPrefixes:
         self._lock = threading.Lock()
         self._prefixes: OrderedDict[int, ExactPrefix] = OrderedDict()
         self._next = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._capacity
 
     @property
     def held_bytes(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["Ranges", "count", "indices", "intersect", "normal", "places", "shift", "subtract", "union"]
+__all__ = ["Ranges", "count", "indices", "intersect", "normal", "pieces", "places", "shift", "subtract", "union"]
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -77,11 +77,11 @@ def indices(a: Ranges) -> list[int]:
     return [i for start, stop in a for i in range(start, stop)]
 
 
-def places(inner: Ranges, outer: Ranges) -> Ranges:
-    """Where the indices of `inner` stand in the list of indices of `outer` (which holds them all).
+def pieces(inner: Ranges, outer: Ranges) -> list[tuple[int, int]]:
+    """For each run of `inner` where it stands in the list of indices of `outer` (which holds them all).
 
-    >>> places(((6, 7),), ((1, 4), (6, 8)))
-    ((3, 4),)
+    >>> pieces(((1, 4), (6, 7)), ((1, 4), (6, 8)))
+    [(0, 3), (3, 4)]
     """
     out = []
     before = 0
@@ -89,4 +89,13 @@ def places(inner: Ranges, outer: Ranges) -> Ranges:
         for a, b in intersect(inner, ((start, stop),)):
             out.append((before + a - start, before + b - start))
         before += stop - start
-    return normal(out)
+    return out
+
+
+def places(inner: Ranges, outer: Ranges) -> Ranges:
+    """The same as a set: pieces that touch are one.
+
+    >>> places(((1, 4), (6, 7)), ((1, 4), (6, 8)))
+    ((0, 4),)
+    """
+    return normal(pieces(inner, outer))

@@ -24,6 +24,7 @@ from vlcache.bench.checkpoints import SHAPES, build_model, build_processor
 from vlcache.bench.machine import describe_run, measure_rates, seconds_of
 from vlcache.engines.transformers import VLCache
 from vlcache.errors import ConfigError
+from vlcache.policies import DEFAULT_POLICY, parse_policy
 
 __all__ = ["Settings", "run"]
 
@@ -56,7 +57,7 @@ class Settings:
     text_tokens: int = 40
     runs: int = 3
     warmups: int = 1
-    policy: str = "prefix:0.02"
+    policy: str = DEFAULT_POLICY
     dtype: str = "bfloat16"
     device: str = "cpu"
 
@@ -65,18 +66,19 @@ class _Bench:
     def __init__(self, settings: Settings) -> None:
         if settings.shape not in SHAPES:
             raise ConfigError(f"unknown shape {settings.shape!r}; known are " + ", ".join(SHAPES))
+        parse_policy(settings.policy)
         self.shape = SHAPES[settings.shape]
         self.settings = settings
         height, width = _grid(settings.image_tokens)
         side = self.shape.patch * 2
         self.size = (width * side, height * side)
         self.processor = build_processor(self.shape, max_pixels=self.size[0] * self.size[1])
-        dtype = getattr(torch, settings.dtype)
-        self.model = build_model(self.shape, self.processor.tokenizer, dtype).to(settings.device)
         self._fixed = len(self._ids(self._chat(None, "", ""))) + 2  # and the tokens around a picture
         self._filler = settings.text_tokens - self._fixed
         if self._filler < 8:
             raise ConfigError(f"text_tokens {settings.text_tokens} is too few; the template needs {self._fixed + 8}")
+        dtype = getattr(torch, settings.dtype)
+        self.model = build_model(self.shape, self.processor.tokenizer, dtype).to(settings.device)
 
     def picture(self, seed: int) -> bytes:
         """A JPEG that looks like a photograph to a decoder: smooth structure with some noise."""

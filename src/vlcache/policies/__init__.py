@@ -11,7 +11,21 @@ from vlcache.policies.front import Layered, Prefix
 from vlcache.policies.full import Full
 from vlcache.policies.none import NoRecompute
 
-__all__ = ["POLICIES", "Evidence", "Full", "Layered", "NoRecompute", "Policy", "Prefix", "parse_policy"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "POLICIES",
+    "Evidence",
+    "Full",
+    "Layered",
+    "NoRecompute",
+    "Policy",
+    "Prefix",
+    "parse_policy",
+]
+
+
+DEFAULT_POLICY = "prefix:0.02"
+"""What is recomputed unless somebody says otherwise; a guess until it is measured."""
 
 
 def _numbers(text: str, policy: str) -> tuple[float, ...]:

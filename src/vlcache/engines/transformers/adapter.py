@@ -16,7 +16,7 @@ from torch import Tensor
 from vlcache.engines.transformers.attention import attend
 from vlcache.plan import LayerStep
 from vlcache.prefill import take
-from vlcache.ranges import Ranges, count, intersect, places, shift
+from vlcache.ranges import Ranges, count, intersect, pieces, places, shift
 from vlcache.types import Geometry, Span
 
 __all__ = ["PromptPass"]
@@ -114,7 +114,7 @@ class PromptPass:
                 continue
             assert encoded is not None, "a span is embedded that was not encoded"
             features = encoded[:, part * width : (part + 1) * width]
-            for (a, b), (c, d) in zip(_pieces(mine, rows), shift(mine, -span.start), strict=True):
+            for (a, b), (c, d) in zip(pieces(mine, rows), shift(mine, -span.start), strict=True):
                 if add:
                     hidden[a:b] += features[c:d]
                 else:
@@ -126,7 +126,7 @@ class PromptPass:
             keys = attention.k_norm(keys)
         keys = self._rotated(keys, step.rows)
         values = self._heads(attention.v_proj(normed))
-        for (a, b), (start, _) in zip(_pieces(step.rows, step.rows), step.rows, strict=True):
+        for (a, b), (start, _) in zip(pieces(step.rows, step.rows), step.rows, strict=True):
             self.write_kv(step.layer, start, keys[a:b], values[a:b])
 
     def _attend(self, step: LayerStep, attention: Any, normed: Tensor) -> Tensor:
@@ -150,12 +150,3 @@ class PromptPass:
         half = x.shape[-1] // 2
         turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
         return x * cos + turned * sin
-
-
-def _pieces(inner: Ranges, outer: Ranges) -> list[tuple[int, int]]:
-    """Like `places`, but one piece per range of `inner`, also where pieces touch."""
-    out: list[tuple[int, int]] = []
-    for r in inner:
-        ((a, b),) = places((r,), outer)
-        out.append((a, b))
-    return out

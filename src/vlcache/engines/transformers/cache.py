@@ -301,7 +301,7 @@ class VLCache:
 
     def _keep_prefix(self, prompt: Prompt, plan: Plan, work: PromptPass) -> None:
         exact = plan.exact_until()
-        if exact > plan.begin:
+        if exact > plan.begin and self._prefixes.capacity_bytes:
             spans = tuple(s for s in prompt.spans if s.stop <= exact)
             keys, values = ([cut(t, exact) for t in kv] for kv in (work.keys, work.values))
             self._prefixes.put(ExactPrefix(prompt.ids[:exact].clone(), spans, keys, values))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vlcache.engines.transformers.pictures import Media
+from vlcache.engines.transformers.prompt import vision_tokens
 
 __all__ = ["encode"]
 
@@ -27,7 +28,7 @@ def encode(model: Any, new: Mapping[str, Media]) -> dict[str, Tensor]:
     patches = torch.cat([media.patches() for media in new.values()]).to(device)
     grids = torch.tensor([media.grid for media in new.values()], device=device)
     out = model.model.get_image_features(patches, grids, return_dict=True)
-    sizes = (grids.prod(-1) // model.config.vision_config.spatial_merge_size**2).tolist()
+    sizes = [vision_tokens(model, media.grid) for media in new.values()]
     features = [
         # Some releases split DeepStack features by picture, as the embeddings always are, some do not
         torch.split(f, sizes) if isinstance(f, Tensor) else f
