@@ -158,8 +158,9 @@ def make_plan(
     begin: int,
     end: int,
     layers: int,
+    wanted: int = 1,
 ) -> Plan:
-    """The plan of a prompt from token `begin` to `end`, of which the last row's logits are wanted.
+    """The plan of a prompt from token `begin` to `end`, of which the last `wanted` rows' logits are wanted.
 
     Parameters
     ----------
@@ -168,6 +169,6 @@ def make_plan(
     checkpoints : mapping of str to tuple of int
         Layers at which their entries hold hidden states, by the picture's digest.
     """
-    want = ((end - 1, end),)
+    want = ((end - wanted, end),)
     spans = tuple(plan_span(policy, span, layers, checkpoints.get(span.content, ()), want) for span in reused)
     return Plan(begin, end, layers, want, spans)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from vlcache.engines.transformers.pictures import Media, Reader, media_from_inpu
 from vlcache.engines.transformers.prompt import (
     Prompt,
     build_prompt,
+    check_continuation,
     expand_text,
+    longer,
     picture_sources,
     render,
     vision_tokens,
@@ -189,8 +192,55 @@ class VLCache:
             self._check_weights()
             return self._prefill(request, self.policy if policy is None else _policy(policy), template)
 
+    @torch.no_grad()
+    def score(
+        self,
+        request: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        continuation: Sequence[int],
+        *,
+        policy: str | Policy | None = None,
+        **template: Any,
+    ) -> Tensor:
+        """Logits of a given continuation of a prompt with pictures, in one pass: what evaluations compare.
+
+        Parameters
+        ----------
+        request, policy, **template
+            As for `prefill`.
+        continuation : sequence of int
+            Token ids, at least one.
+
+        Returns
+        -------
+        Tensor, `[len(continuation), vocabulary]`
+            Row i is what the model says of `continuation[i]` after the prompt and the tokens before it.
+
+        Raises
+        ------
+        MediaError, InputError, ConfigError
+            As for `prefill`; a prompt without pictures; a continuation that is empty or not text.
+        """
+        check_continuation(self._model, continuation)
+        with self._lock:
+            self._check_open()
+            self._check_weights()
+            clock = _Clock()
+            read = self._read(request, template, clock)
+            if read.prompt is None:
+                raise InputError("the prompt has no picture; call the model itself")
+            prompt = longer(read.prompt, continuation[:-1])
+            _, logits = self._run(prompt, read, _policy(policy or self.policy), clock, len(continuation))
+            return logits
+
     def _prefill(self, request: Any, policy: Policy, template: dict[str, Any]) -> dict[str, Any]:
         clock = _Clock()
+        read = self._read(request, template, clock)
+        if read.prompt is None:
+            return self._text_only(read.inputs, policy)
+        work, logits = self._run(read.prompt, read, policy, clock, 1)
+        return self._hand_over(read.prompt, work, logits)
+
+    def _read(self, request: Any, template: dict[str, Any], clock: _Clock) -> _Read:
         settings = processor_fingerprint(self._processor.image_processor)
         inputs = request if isinstance(request, Mapping) else None
         with clock.stage("media"):
@@ -205,14 +255,14 @@ class VLCache:
                 tokens = [vision_tokens(self._model, m.grid) for m in media]
                 text = expand_text(text, self._processor.image_token, tokens)
                 if not media:
-                    return self._text_only(self._processor(text=[text], return_tensors="pt"), policy)
+                    return _Read(settings, (), None, self._processor(text=[text], return_tensors="pt"))
                 ids = self._processor.tokenizer([text], return_tensors="pt")["input_ids"][0]
             else:
                 if not media:
-                    return self._text_only(inputs, policy)
+                    return _Read(settings, (), None, inputs)
                 ids = _one_prompt(inputs)
             prompt = build_prompt(self._model, ids.cpu(), [m.content for m in media], [m.grid for m in media])
-        return self._run(prompt, media, policy, settings, clock)
+        return _Read(settings, tuple(media), prompt, {})
 
     def _check_open(self) -> None:
         if self._closed:
@@ -234,19 +284,20 @@ class VLCache:
         return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
     def _run(
-        self, prompt: Prompt, media: Sequence[Media], policy: Policy, settings: str, clock: _Clock
-    ) -> dict[str, Any]:
+        self, prompt: Prompt, read: _Read, policy: Policy, clock: _Clock, wanted: int
+    ) -> tuple[PromptPass, Tensor]:
+        """Fill the K/V of a prompt, and the logits of its last `wanted` rows, `[wanted, vocabulary]`."""
         geometry, total = self._geometry, len(prompt.ids)
-        headers = [self._header(span, settings) for span in prompt.spans]
+        headers = [self._header(span, read.settings) for span in prompt.spans]
         with pinned(self.store, headers):
             with clock.stage("lookup"):
                 found = find(self.store, headers)
-                prefix, begin = self._prefixes.longest(prompt.ids[: total - 1], prompt.spans)
+                prefix, begin = self._prefixes.longest(prompt.ids[: total - wanted], prompt.spans)
                 reused = reusable(prompt.spans, found.entries, begin)
                 checkpoints = {content: tuple(sorted(e.checkpoints)) for content, e in found.entries.items()}
-                plan = make_plan(policy, reused, checkpoints, begin, total, geometry.layers)
+                plan = make_plan(policy, reused, checkpoints, begin, total, geometry.layers, wanted)
             with clock.stage("encode"):
-                encoded = self._encode(prompt.spans, media, found, begin)
+                encoded = self._encode(prompt.spans, read.media, found, begin)
             with clock.stage("prefill"):
                 work = PromptPass(self._model, geometry, prompt.ids, prompt.positions, prompt.spans, encoded)
                 if prefix is not None:
@@ -257,7 +308,7 @@ class VLCache:
                 ]
                 watch = Checkpoints(plan, self.config.checkpoint_layers)
                 hidden = selective_prefill(work, plan, placed, watch)
-                logits = self._model.lm_head(self._model.model.language_model.norm(hidden[None]))
+                logits: Tensor = self._model.lm_head(self._model.model.language_model.norm(hidden[None]))[0]
                 _synchronize(self._device)
         with clock.stage("store"):
             new = capture(work, plan, prompt.spans, headers, encoded, prompt.positions, found.entries, watch)
@@ -275,7 +326,7 @@ class VLCache:
             moved_bytes=reused_rows(plan) * token_bytes,
             seconds=dict(clock.seconds),
         )
-        return self._hand_over(prompt, work, logits)
+        return work, logits
 
     def _header(self, span: Span, settings: str) -> Header:
         dtype, tenant = str(self._model.dtype), self.config.cache_salt
@@ -317,8 +368,18 @@ class VLCache:
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "position_ids": positions,
-            cache_argument(self._model): PrefilledCache(work.keys, work.values, ids.clone(), logits),
+            cache_argument(self._model): PrefilledCache(work.keys, work.values, ids.clone(), logits[None]),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A request as read: its pictures and its prompt; without pictures no prompt, and the inputs as they are."""
+
+    settings: str
+    media: tuple[Media, ...]
+    prompt: Prompt | None
+    inputs: Mapping[str, Any]
 
 
 class _Clock:

@@ -12,7 +12,16 @@ from torch import Tensor
 from vlcache.errors import InputError
 from vlcache.types import Span
 
-__all__ = ["Prompt", "build_prompt", "expand_text", "picture_sources", "render", "vision_tokens"]
+__all__ = [
+    "Prompt",
+    "build_prompt",
+    "check_continuation",
+    "expand_text",
+    "longer",
+    "picture_sources",
+    "render",
+    "vision_tokens",
+]
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -163,3 +172,28 @@ def build_prompt(model: Any, ids: Tensor, contents: Sequence[str], grids: Sequen
         ids[None], mm_token_type_ids=vision[None].int(), image_grid_thw=torch.tensor(grids)
     )
     return Prompt(ids, tuple(spans), positions[:, 0], delta)
+
+
+def check_continuation(model: Any, ids: Sequence[int]) -> None:
+    """Raise InputError unless `ids` are tokens of text that may stand behind a prompt."""
+    if not len(ids):
+        raise InputError("the continuation is empty; give at least one token id")
+    if {model.config.image_token_id, model.config.video_token_id} & set(ids):
+        raise InputError("the continuation holds tokens of a picture or video; give text")
+    known = model.get_input_embeddings().num_embeddings
+    beyond = [i for i in ids if not 0 <= i < known]
+    if beyond:
+        raise InputError(f"the continuation holds token {beyond[0]}, the vocabulary has {known}")
+
+
+def longer(prompt: Prompt, ids: Sequence[int]) -> Prompt:
+    """A prompt with more tokens of text behind it."""
+    more = torch.tensor(ids, dtype=prompt.ids.dtype)
+    ends = len(prompt.ids) + prompt.rope_delta.reshape(1, 1)
+    positions = (ends + torch.arange(len(more))).expand(len(prompt.positions), -1)
+    return Prompt(
+        torch.cat((prompt.ids, more)),
+        prompt.spans,
+        torch.cat((prompt.positions, positions), dim=1),
+        prompt.rope_delta,
+    )
