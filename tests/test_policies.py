@@ -25,7 +25,7 @@ EVIDENCE = Evidence(layers=LAYERS)
 EXAMPLES = {
     "full": ["full"],
     "none": ["none"],
-    "prefix": ["prefix", "prefix:0", "prefix:0.02", "prefix:0.5", "prefix:1"],
+    "prefix": ["prefix", "prefix:0", "prefix:0.02", "prefix:0.02,1", "prefix:0.5", "prefix:1"],
     "layered": ["layered:1,0.5,0.1,0", "layered:0.2,0.4,0.4,0.2", "layered:0,0,0,0"],
 }
 CONSTANT = ["full", "none", *EXAMPLES["prefix"]]
@@ -154,6 +154,8 @@ def test_layered_takes_each_layers_own_ratio() -> None:
         ("full", Full()),
         ("none", NoRecompute()),
         ("prefix:.25", Prefix(0.25)),
+        ("prefix:.25,4", Prefix(0.25)),
+        ("prefix:.25,1", Prefix(0.25, least=1)),
         ("layered:1,.5,0", Layered((1.0, 0.5, 0.0))),
     ],
 )
@@ -167,6 +169,7 @@ def test_policies_are_read_as_written(text: str, expected: Policy) -> None:
         (Full(), "full"),
         (NoRecompute(), "none"),
         (Prefix(0.02), "prefix:0.02"),
+        (Prefix(0.02, least=1), "prefix:0.02,1"),
         (Layered((1, 0.5, 0)), "layered:1,0.5,0"),
     ],
 )
@@ -212,7 +215,10 @@ def test_a_name_near_none_is_told_all(text: str) -> None:
         ("prefix:", ["policy prefix", "''", "prefix:0.02"]),
         ("prefix:two", ["policy prefix", "'two'", "prefix:0.02"]),
         ("prefix:2%", ["policy prefix", "'2%'"]),
-        ("prefix:0.1,0.2", ["policy prefix", "one ratio", "2", "layered"]),
+        ("prefix:0.1,0.2", ["policy prefix", "one ratio", "'0.1,0.2'", "layered"]),
+        ("prefix:0.1,2,3", ["policy prefix", "one ratio", "layered"]),
+        ("prefix:0.1,nan", ["policy prefix", "whole number"]),
+        ("prefix:0.1,-1", ["policy prefix", "-1 tokens", "0 or more"]),
         ("prefix:1.5", ["policy prefix", "1.5", "between 0 and 1"]),
         ("prefix:-0.1", ["policy prefix", "-0.1", "between 0 and 1"]),
         ("prefix:nan", ["policy prefix", "nan", "between 0 and 1"]),

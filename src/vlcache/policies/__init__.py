@@ -46,10 +46,15 @@ def _no_argument(make: Callable[[], Policy]) -> Callable[[str | None], Policy]:
 
 
 def _prefix(argument: str | None) -> Policy:
-    ratios = _numbers(argument, "prefix") if argument is not None else (0.02,)
-    if len(ratios) != 1:
-        raise ConfigError(f"policy prefix: takes one ratio, got {len(ratios)}; for one per layer write layered:...")
-    return Prefix(ratios[0])
+    ratio, *least = _numbers(argument, "prefix") if argument is not None else (0.02,)
+    if not least:
+        return Prefix(ratio)
+    if len(least) > 1 or not least[0].is_integer():
+        raise ConfigError(
+            f"policy prefix: {argument!r} is not one ratio, or a ratio and a whole number of tokens; write prefix:0.02 "
+            "or prefix:0.02,4; for one ratio per layer write layered:..."
+        )
+    return Prefix(ratio, int(least[0]))
 
 
 def _layered(argument: str | None) -> Policy:

@@ -17,6 +17,10 @@ from vlcache.types import Span
 __all__ = ["Layered", "Prefix"]
 
 
+# Of a small picture 2 % is less than one token
+_LEAST = 4
+
+
 def _check(ratio: float, policy: str) -> None:
     if not 0 <= ratio <= 1:
         raise ConfigError(f"policy {policy}: ratio {ratio} is not between 0 and 1; give the share of tokens, 0.02")
@@ -44,18 +48,21 @@ class Prefix:
     ratio : float
         Share of the picture's tokens, 0 to 1.
     least : int
-        Tokens computed at the least where `ratio` is over 0: of a small picture 2 % is less than one token.
+        Tokens computed at the least where `ratio` is over 0. Written behind the ratio where it is not 4:
+        `prefix:0.02,1`.
     """
 
     ratio: float
-    least: int = 4
+    least: int = _LEAST
 
     def __post_init__(self) -> None:
         _check(self.ratio, "prefix")
+        if self.least < 0:
+            raise ConfigError(f"policy prefix: at least {self.least} tokens; give 0 or more")
 
     @property
     def name(self) -> str:
-        return f"prefix:{_written(self.ratio)}"
+        return f"prefix:{_written(self.ratio)}" + (f",{self.least}" if self.least != _LEAST else "")
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         return _front(span.length, self.ratio, self.least)
