@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench bench-accuracy clean
 
 demo: $(VENV)/.ready
 	$(BIN)/vlcache demo
@@ -25,9 +25,14 @@ bench: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt tools/cpu_torchvision.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[transformers,test,lint]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,test,lint]"
 	$(BIN)/python tools/cpu_torchvision.py
+	$(BIN)/python -m evalmodel.weights
 	touch $@
+
+# Under an hour on two cores
+bench-accuracy: $(VENV)/.ready
+	$(BIN)/vlcache bench accuracy --items 200
 
 clean:
 	rm -rf $(VENV)

