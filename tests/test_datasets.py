@@ -625,13 +625,13 @@ def test_a_damaged_parquet_file_is_told_and_the_next_is_read(tmp_path: Path) -> 
     whole = (tmp_path / "b.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(whole[:-100])
     skipped = only(read("mmmu-pro", tmp_path))
-    assert skipped == Skipped("a.parquet", "cannot be read as parquet after row 0, it is damaged or cut short")
+    assert skipped == Skipped("a.parquet", "cannot be read as parquet after row 0, it is damaged or cut short", True)
 
 
 @pytest.mark.parametrize(("text", "problem"), [("[{", "not JSON"), ("{}", "holds no list of rows")])
 def test_a_damaged_samples_file_is_told(docs: Path, text: str, problem: str) -> None:
     (docs / "samples.json").write_text(text)
-    assert read("mmlongbench-doc", docs) == [Skipped("samples.json", problem)]
+    assert read("mmlongbench-doc", docs) == [Skipped("samples.json", problem, True)]
 
 
 # What a caller gets wrong

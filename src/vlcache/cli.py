@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,12 @@ class _DType(click.Choice[str]):
 
 _DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 _POLICY = click.option("--policy", help="What is recomputed of a known picture: full, none, prefix:0.02, layered:1,...")
+_MODEL = click.option(
+    "--model",
+    default="tileworld",
+    show_default=True,
+    help="Directory of a checkpoint; tileworld is the project's own small model of drawn boards, tables and forms.",
+)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 
 
@@ -34,7 +42,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("pictures", nargs=-1, required=True, metavar="PICTURE...")
 @click.option("-q", "--question", "questions", multiple=True, required=True, help="A question; may be repeated.")
-@click.option("--model", help="Directory of a checkpoint. Without it: a small random one, whose words are noise.")
+@_MODEL
 @click.option("--system", help="System prompt.")
 @click.option("--max-new-tokens", default=64, show_default=True, type=click.IntRange(1))
 @click.option("--dtype", default="auto", show_default=True, type=_DType("auto"))
@@ -47,7 +55,7 @@ def cli() -> None:
 def ask(
     pictures: tuple[str, ...],
     questions: tuple[str, ...],
-    model: str | None,
+    model: str,
     system: str | None,
     max_new_tokens: int,
     dtype: str,
@@ -80,12 +88,13 @@ def ask(
 @cli.command()
 @_JSON
 def demo(as_json: bool) -> None:
-    """Three photographs: new, behind another system prompt, and swapped, against plain transformers."""
+    """Drawn pages: new, in other contexts, and swapped, against plain transformers."""
+    from vlcache.bench.tileworld import NAME
     from vlcache.config import load_config
     from vlcache.demo import run
 
-    load_config()  # a mistake in it shows before the model is built
-    result = run(sys.stderr if as_json else sys.stdout)
+    load_config()  # a mistake in it shows before the model is loaded
+    result = run(*_load(NAME, "auto", "cpu", quiet=as_json), sys.stderr if as_json else sys.stdout)
     if as_json:
         click.echo(json.dumps(result))
 
@@ -130,25 +139,68 @@ def ttft(policy: str | None, **options: Any) -> None:
     click.echo(json.dumps(run(Settings(**options))))
 
 
-def _load(model: str | None, dtype: str, device: str, quiet: bool) -> tuple[Any, Any]:
-    import torch
+class _List(click.ParamType):  # type: ignore[type-arg]
+    """Names between commas; numbers behind a comma belong to the name before them: `none,layered:1,0.5`."""
+
+    name = "list"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(part.strip() for part in re.split(r",(?=\s*[A-Za-z])", value) if part.strip())
+        return names or self.fail("is empty; leave it out for all of them", param, ctx)
+
+
+@bench.command()
+@click.option("--items", default=100, show_default=True, type=click.IntRange(1), help="Items a family, or rows.")
+@click.option("--policies", type=_List(), help="none,prefix:0.02,... Default: a sweep of ratios.")
+@click.option("--families", type=_List(), help="Kinds of question; default all.")
+@click.option("--changes", type=_List(), help="What differs before the picture; default all.")
+@_MODEL
+@click.option("--dataset", default="tileworld", show_default=True, help="tileworld, mmmu-pro or mmlongbench-doc.")
+@click.option("--data", default="", metavar="DIR", help="Where a data set's files are.")
+@click.option(
+    "--split",
+    default="test",
+    show_default=True,
+    type=click.Choice(["test", "calibration", "train"]),
+    help="Of tileworld.",
+)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--max-new-tokens", default=32, show_default=True, type=click.IntRange(1))
+@click.option("--max-pages", default=120, show_default=True, type=click.IntRange(1), help="Of a PDF document.")
+@click.option("--dpi", default=144, show_default=True, type=click.IntRange(1), help="Of a PDF document's pages.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for predictions, metrics, plots.")
+@click.option("--dtype", default="auto", show_default=True, type=_DType("auto"))
+@_DEVICE
+def accuracy(out: Path | None, **options: Any) -> None:
+    """Accuracy of every policy against full recompute, in contexts other than the captured one."""
+    from rich.console import Console
+
+    from vlcache.bench.accuracy_run import MOST_SKIPPED, Settings, check, run
+
+    settings = Settings(**{name: value for name, value in options.items() if value is not None})
+    check(settings)
+    model, processor = _load(settings.model, settings.dtype, settings.device, quiet=False)
+    out = out or Path("bench-accuracy", time.strftime("%Y%m%d-%H%M%S"))
+    result = run(settings, model, processor, out, Console(soft_wrap=True, width=max(130, Console().width)))
+    click.echo(json.dumps(result))
+    if result["skipped_share"] > MOST_SKIPPED or result["skipped_files"]:
+        click.echo(f"vlcache: {result['skipped']} rows of the data were skipped, over {MOST_SKIPPED:.0%}", err=True)
+        sys.exit(1)
+
+
+def _load(model: str, dtype: str, device: str, quiet: bool) -> tuple[Any, Any]:
     from transformers.utils import logging
 
+    from vlcache.bench.tileworld import find_model
     from vlcache.engines.transformers.load import check_device, load_checkpoint
 
     logging.disable_progress_bar()
     check_device(device)
-    if model is not None:
-        loaded, processor = load_checkpoint(model, dtype, device)
-        random = (Path(model) / "vlcache-random.json").exists()
-    else:
-        from vlcache.bench.checkpoints import SHAPES, build_model, build_processor
-
-        processor = build_processor(SHAPES["demo"])
-        weights = "float32" if dtype == "auto" else dtype
-        loaded = build_model(SHAPES["demo"], processor.tokenizer, getattr(torch, weights)).to(device)
-        random = True
-    if random and not quiet:
+    folder = find_model(model, lambda text: click.echo(text, err=True))
+    loaded, processor = load_checkpoint(folder, dtype, device)
+    if (folder / "vlcache-random.json").exists() and not quiet:
         click.echo("note: this model's weights are random, so its words are noise; the times are real\n", err=True)
     return loaded, processor
 
@@ -162,6 +214,9 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(2)
     except click.Abort:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        click.echo(f"vlcache: this needs the package {error.name}; pip install 'vlcache[bench]'", err=True)
+        sys.exit(1)
     except (click.ClickException, VLCacheError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         click.echo(f"vlcache: {message}", err=True)

@@ -43,10 +43,13 @@ class Skipped:
         File, number of the row from 1, and its id where it has one.
     reason : str
         What is missing or wrong.
+    whole_file : bool
+        Not one row, but all that a file would have had, or the rest of it.
     """
 
     row: str
     reason: str
+    whole_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +126,9 @@ def read_rows(files: Sequence[Path]) -> Iterator[Row | Skipped]:
                     yield Row(place, number, found)
                 else:
                     problem = found if isinstance(found, UnusableRow) else f"a {type(found).__name__} is not a row"
-                    yield Skipped(place, str(problem))
+                    yield Skipped(place, str(problem), whole_file=not line)
         except OSError as error:
-            yield Skipped(file.name, f"cannot be read ({error.strerror or 'damaged'})")
+            yield Skipped(file.name, f"cannot be read ({error.strerror or 'damaged'})", whole_file=True)
 
 
 # Each yields a row's number and its columns, or an UnusableRow for it; number 0 is the whole file

@@ -58,4 +58,4 @@ def chosen(given: Sequence[str] | None, known: Sequence[str], what: str) -> list
     for name in given or ():
         if name not in known:
             raise ConfigError(f"unknown {what} {name!r}; known are {', '.join(known)}")
-    return list(given or known)
+    return list(dict.fromkeys(given or known))

@@ -91,6 +91,12 @@ class MemoryStore:
                 refusals=self._count["refusals"],
             )
 
+    def clear(self) -> None:
+        """Drop every entry."""
+        with self._lock:
+            self._entries.clear()
+            self._held = 0
+
     def close(self) -> None:
         with self._lock:
             self._entries.clear()

