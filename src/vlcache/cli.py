@@ -183,7 +183,7 @@ def accuracy(out: Path | None, **options: Any) -> None:
     check(settings)
     model, processor = _load(settings.model, settings.dtype, settings.device, quiet=False)
     out = out or Path("bench-accuracy", time.strftime("%Y%m%d-%H%M%S"))
-    result = run(settings, model, processor, out, Console(soft_wrap=True, width=max(130, Console().width)))
+    result = run(settings, model, processor, out, Console(soft_wrap=True, width=max(160, Console().width)))
     click.echo(json.dumps(result))
     if result["skipped_share"] > MOST_SKIPPED or result["skipped_files"]:
         click.echo(f"vlcache: {result['skipped']} rows of the data were skipped, over {MOST_SKIPPED:.0%}", err=True)

@@ -1,7 +1,7 @@
-"""The story of the project on drawn pages, told by its own small model, against plain transformers in the same run.
+"""The story of the project on pages, told by its own small model, against plain transformers in the same run.
 
 new            each page for the first time
-other context  the same pages behind another system prompt, an earlier turn, another page
+other context  the same pages behind another system prompt, an earlier turn, another page, a photograph
 swapped        two of them, then the same two in the other order
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, TextIO
 
 from PIL import Image
@@ -69,6 +70,8 @@ def _story() -> list[_Step]:
     form, table, board, key = pages.values()
     talk = ({"role": "user", "content": "Are you ready?"}, _said("Yes, go on."))
     city = (_user([form], "What is the city?"), _said("Paris"))
+    photograph = Image.open(str(files("vlcache.assets") / "coffee.jpg"))
+    kept = (_user([photograph], "Please keep this picture."), _said("Of course."))
     return [
         _Step("form, new", _chat(_FIRST, [form], "What is the city?"), "Paris"),
         _Step("table, new", _chat(_FIRST, [table], "What is the price of milk?"), "5"),
@@ -76,6 +79,8 @@ def _story() -> list[_Step]:
         _Step("form, other system prompt", _chat(_SECOND, [form], "What is the pet?"), "dog"),
         _Step("table, after small talk", _chat(_FIRST, [table], "What is the weight of bread?", *talk), "4"),
         _Step("board, after the form", _chat(_FIRST, [board], "What number is on tile T?", *city), "8"),
+        _Step("table, after a photograph (new)", _chat(_FIRST, [table], "What is the weight of bread?", *kept), "4"),
+        _Step("board, after the photograph", _chat(_SECOND, [board], "What number is on tile T?", *kept), "8"),
         _Step("key (new) and board", _chat(_FIRST, [key, board], "What does tile M mean?"), "lion"),
         _Step("board and key, swapped", _chat(_SECOND, [board, key], "What does tile A mean?"), "horse"),
     ]
@@ -83,7 +88,7 @@ def _story() -> list[_Step]:
 
 def run(model: Any, processor: Any, out: TextIO) -> dict[str, Any]:
     """Tell the story on `out`, table included, and return its rows."""
-    console = Console(file=out, soft_wrap=True, width=max(110, Console(file=out).width))
+    console = Console(file=out, soft_wrap=True, width=max(125, Console(file=out).width))
     console.print("Questions about drawn pages, answered by tileworld, a small model trained for this project.")
     story = _story()
     _plain(model, processor, _chat("warm up", [Image.new("RGB", (224, 224))], "?"))
