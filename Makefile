@@ -30,7 +30,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt tools/cpu_torchvision.py
 	$(BIN)/python -m evalmodel.weights
 	touch $@
 
-# Under an hour on two cores
+# About two hours on two cores
 bench-accuracy: $(VENV)/.ready
 	$(BIN)/vlcache bench accuracy --items 200
 
