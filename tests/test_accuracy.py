@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections import Counter
 from dataclasses import replace
@@ -249,3 +251,32 @@ def test_the_model_is_found_or_it_is_said_why_not(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("evalmodel.weights.checkpoint", fails)
     with pytest.raises(VLCacheError, match=r"no network; or give --model"):
         find_model("tileworld", print)
+
+
+def test_rows_that_cannot_be_used_are_named_and_the_run_fails_at_the_end(checkpoint: Path, tmp_path: Path) -> None:
+    out = io.BytesIO()
+    make_picture(1).save(out, "PNG")
+    picture = {"bytes": base64.b64encode(out.getvalue()).decode()}
+    good = {
+        "question": "What is <image 1>?",
+        "options": "['x', 'y']",
+        "answer": "A",
+        "subject": "Art",
+        "image_1": picture,
+    }
+    rows = [good | {"id": "one"}, good | {"id": "two", "answer": ""}, good | {"id": "three"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = ["--dataset", "mmmu-pro", "--data", str(tmp_path), "--policies", "full,none", "--max-new-tokens", "2"]
+    done = bench("--model", str(checkpoint), *options, "--out", str(tmp_path / "out"))
+    assert done.exit_code == 1
+    lines = done.output.splitlines()
+    assert "skipped rows.jsonl:2 (two): answer: missing or empty" in lines
+    result = json.loads(next(line for line in lines if line.startswith("{")))
+    assert (result["skipped"], result["skipped_share"]) == (1, pytest.approx(1 / 3, abs=1e-4))
+    # Both rows under none, system and turn; the picture and the question of an earlier row are the same ones
+    assert {row["change"] for row in result["rows"]} == {"none", "system", "turn", "all"}
+    full = next(row for row in result["rows"] if (row["policy"], row["change"]) == ("full", "all"))
+    assert (full["items"], full["agreement"]) == (6, 1.0)
+    nothing = bench("--model", str(checkpoint), *options, "--families", "Chemistry", "--out", str(tmp_path / "none"))
+    assert nothing.exit_code == 1
+    assert "no row of family 'Chemistry'" in nothing.output

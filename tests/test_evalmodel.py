@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from evalmodel import pictures
 from evalmodel.contexts import CHANGES, changes_of, make_pair
 from evalmodel.pictures import CELL, COLORS, Board, Drawn, Form, Table
 from evalmodel.questions import FAMILIES, Item, Size, follow_up, generator, make_item
@@ -78,9 +79,13 @@ def test_pictures_are_as_large_as_promised(family: str) -> None:
             assert all(224 <= side <= 448 for side in picture.image.size)
 
 
-def test_canvases_and_fonts_vary() -> None:
-    pictures = [p for family in FAMILIES for item in items(family) for p in item.pictures]
-    assert len({p.image.size for p in pictures}) >= 6
+def test_canvases_and_fonts_vary(monkeypatch: pytest.MonkeyPatch) -> None:
+    fonts: set[str] = set()
+    own = pictures._font
+    monkeypatch.setattr(pictures, "_font", lambda name, size: (fonts.add(name), own(name, size))[1])
+    drawn = [p for family in FAMILIES for item in items(family) for p in item.pictures]
+    assert len({p.image.size for p in drawn}) >= 6
+    assert len(fonts) >= 5
 
 
 def test_a_seed_gives_the_same_picture_and_splits_differ() -> None:
