@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evalmodel.contexts import SYSTEMS, assistant, distraction, prompt, talk, user
 from evalmodel.hints import hints
-from evalmodel.pictures import Board, Drawn
+from evalmodel.pictures import CELL, Board, Drawn
 from evalmodel.questions import Item, Size, follow_up, make_item
 from evalmodel.tower import cell_tokens
 
@@ -96,7 +96,7 @@ def encode_chat(tokenizer: Any, chat: Sequence[dict[str, Any]]) -> tuple[list[in
                 add(text(part["text"]), message["role"] == "assistant")
             else:
                 width, height = part["image"].size
-                pads = [tokenizer.convert_tokens_to_ids("<|image_pad|>")] * (width * height // 28**2)
+                pads = [tokenizer.convert_tokens_to_ids("<|image_pad|>")] * (width * height // CELL**2)
                 add([tokenizer.convert_tokens_to_ids("<|vision_start|>"), *pads])
                 add([tokenizer.convert_tokens_to_ids("<|vision_end|>")])
         add([end], message["role"] == "assistant")

@@ -155,8 +155,8 @@ def main() -> None:
 
 
 def _first_stage(model: Any, processor: Any, options: argparse.Namespace, log: Any) -> None:
-    if options.from_shipped:
-        return
+    if options.from_shipped or (options.work / "state.pt").exists():
+        return  # the second stage brings its own tower
     done = options.work / "tower.pt"
     if not done.exists():
         start = time.monotonic()

@@ -18,6 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from vlcache.bench.plain import plain_inputs
 from vlcache.engines.transformers import VLCache
 
 __all__ = ["run"]
@@ -136,10 +137,9 @@ def run(model: Any, processor: Any, out: TextIO) -> dict[str, Any]:
 
 def _plain(model: Any, processor: Any, chat: list[dict[str, Any]]) -> tuple[float, str]:
     """Seconds to plain transformers' first token, preprocessing included, and its answer."""
-    options = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
     full = [m if not isinstance(m["content"], str) else m | {"content": [_text(m["content"])]} for m in chat]
     start = time.perf_counter()
-    inputs = processor.apply_chat_template(full, **options)
+    inputs = plain_inputs(processor, full)
     model.generate(**inputs, max_new_tokens=1)
     seconds = time.perf_counter() - start
     return seconds, _words(model, processor, inputs)

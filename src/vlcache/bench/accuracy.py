@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from vlcache.bench.plain import plain_inputs
 from vlcache.bench.trials import Trial
 from vlcache.config import Config
 from vlcache.engines.transformers import VLCache
@@ -183,9 +184,8 @@ class Runner:
 
     def _plain(self, chat: list[dict[str, Any]]) -> tuple[list[int], Tensor]:
         """Plain transformers' greedy answer, its end included, and its logits `[tokens, vocabulary]`."""
-        options = {"tokenize": True, "add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
         try:
-            inputs = self._processor.apply_chat_template(chat, **options).to(self._model.device)
+            inputs = plain_inputs(self._processor, chat).to(self._model.device)
         except Exception as error:  # of any kind: it is not our code
             raise InputError(f"the processor cannot read the prompt ({type(error).__name__})") from error
         out = self._model.generate(

@@ -137,7 +137,7 @@ def dataset_trials(
         Unknown names, numbers below 1, or no data there; before anything is read.
     """
     dataset = DATASETS[chosen([name], tuple(DATASETS), "dataset")[0]]
-    wanted = list(dict.fromkeys(chosen(changes, REAL_CHANGES, "change")))
+    wanted = chosen(changes, REAL_CHANGES, "change")
     if dataset.families:
         chosen(families, dataset.families, "family")
     for what, number in (("items", items), ("max_pages", max_pages), ("dpi", dpi)):

@@ -22,6 +22,7 @@ from PIL import Image
 
 from vlcache.bench.checkpoints import SHAPES, build_model, build_processor
 from vlcache.bench.machine import describe_run, measure_rates, seconds_of
+from vlcache.bench.plain import plain_inputs
 from vlcache.engines.transformers import VLCache
 from vlcache.errors import ConfigError
 from vlcache.policies import DEFAULT_POLICY, parse_policy
@@ -111,13 +112,7 @@ class _Bench:
         self.model.generate(**inputs, max_new_tokens=1, min_new_tokens=1)
 
     def plain(self, data: bytes, number: int) -> None:
-        inputs = self.processor.apply_chat_template(
-            self.chat(Image.open(io.BytesIO(data)), number),
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        inputs = plain_inputs(self.processor, self.chat(Image.open(io.BytesIO(data)), number))
         total = self.settings.image_tokens + self.settings.text_tokens
         assert inputs["input_ids"].shape[1] == total, (inputs["input_ids"].shape, total)
         self.first_token(inputs.to(self.settings.device))
