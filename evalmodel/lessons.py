@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from evalmodel.contexts import SYSTEMS, assistant, distraction, prompt, talk, user
-from evalmodel.hints import hints
+from evalmodel.hints import KINDS, cell_hints, tile_color
 from evalmodel.pictures import CELL, Board, Drawn
-from evalmodel.questions import Item, Size, follow_up, make_item
+from evalmodel.questions import Item, Size, ask_lookup, follow_up, make_item
 from evalmodel.tower import cell_tokens
 
 __all__ = ["IGNORED", "Batch", "Lesson", "collate", "encode_chat", "make_lesson"]
@@ -31,52 +31,75 @@ class Lesson:
     ids, labels : list of int
         Labels are `IGNORED` outside of answers.
     pictures : tuple of Drawn
-    hints : list of (int, int)
-        Tokens of pictures, by place in `ids`, and the tokens that they should make the decoder think of.
+    hints : list of (int, int, int)
+        Places in `ids`, each with a kind (`hints.KINDS`, by place) and the token to think of.
     """
 
     family: str
     ids: list[int]
     labels: list[int]
     pictures: tuple[Drawn, ...]
-    hints: list[tuple[int, int]]
+    hints: list[tuple[int, int, int]]
 
 
 def make_lesson(family: str, tokenizer: Any, rng: random.Random, size: Size, asked: int) -> Lesson:
-    """An item of a family in a random context, and `asked` questions in all."""
+    """An item of a family in a random context, and `asked` questions in all.
+
+    The later ones are about the same pictures. Where questions stand before their picture, they are about another.
+    """
     item = make_item(family, rng, size)
+    items = [item]
     turns: list[dict[str, Any]] = []
-    pictures = item.pictures
+    pictures: list[Drawn] = []
     if rng.random() < 0.2:
         turns += talk(rng)
     if rng.random() < 0.15:
         picture, question, answer = distraction(item, rng, size.tight)
         turns += [user("", (picture,), question), assistant(answer)]
-        pictures = (picture, *pictures)
+        pictures.append(picture)
     chat = [*prompt(item, rng.choice(SYSTEMS), turns), assistant(item.answer)]
-    for question, answer in _more(item, rng, asked - 1):
+    if family == "question_first":
+        items += [make_item(family, rng, size) for _ in range(asked - 1)]
+        for other in items[1:]:
+            chat += [user(other.before, other.pictures, other.question), assistant(other.answer)]
+    more = [] if family == "question_first" else _more(item, rng, asked - 1)
+    for question, answer in more:
         chat += [user("", (), question), assistant(answer)]
-    ids, labels = encode_chat(tokenizer, chat)
-    starts = [i + 1 for i, token in enumerate(ids) if token == tokenizer.convert_tokens_to_ids("<|vision_start|>")]
-    hinted = [
-        (start + cell, tokenizer(word, add_special_tokens=False).input_ids[0])
-        for start, words in zip(starts[-len(item.pictures) :], hints(item), strict=True)
-        for cell, word in words.items()
+    ids, labels = encode_chat(tokenizer, chat, learnt_from=1 + len(turns))
+    begins = [i + 1 for i, token in enumerate(ids) if token == tokenizer.convert_tokens_to_ids("<|vision_start|>")]
+    found = (about for one in items for about in cell_hints(one))
+    words = [
+        (begin + hint.cell, hint.kind, hint.word)
+        for begin, about in zip(begins[len(pictures) :], found, strict=True)
+        for hint in about
     ]
-    return Lesson(family, ids, labels, pictures, hinted)
+    if family != "question_first":
+        answers = [i for i in range(1, len(ids)) if labels[i] != IGNORED and labels[i - 1] == IGNORED]
+        for place, question in zip(answers, [item.question, *(question for question, _ in more)], strict=True):
+            if color := tile_color(item, question):
+                words.append((place - 1, KINDS.index("tile"), f" {color}"))
+    hinted = [(at, kind, tokenizer(word, add_special_tokens=False).input_ids[0]) for at, kind, word in words]
+    pictures += [picture for one in items for picture in one.pictures]
+    return Lesson(family, ids, labels, tuple(pictures), hinted)
 
 
 def _more(item: Item, rng: random.Random, n: int) -> list[tuple[str, str]]:
     more = [follow_up(item, rng) for _ in range(n)]
     content = item.pictures[0].content
-    if isinstance(content, Board) and item.family in ("lookup", "neighbour", "count") and rng.random() < 0.15:
+    if isinstance(content, Board) and item.family in ("lookup", "neighbour") and rng.random() < 0.15:
         tiles = [f"{t[1]} {t[0]} {t[2]}" for row in content.tiles for t in row]
         more.append(("List the tiles.", ", ".join(tiles)))
+    if item.family in ("legend", "two_hop"):
+        (tiled,) = (p.content for p in item.pictures if isinstance(p.content, Board))
+        more = [ask_lookup(tiled, rng) if rng.random() < 0.3 else one for one in more]
     return more
 
 
-def encode_chat(tokenizer: Any, chat: Sequence[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Tokens of a chat as the model's chat template writes it, and labels at what the assistant says."""
+def encode_chat(tokenizer: Any, chat: Sequence[dict[str, Any]], learnt_from: int = 0) -> tuple[list[int], list[int]]:
+    """Tokens of a chat as the model's chat template writes it, and labels at what the assistant says.
+
+    Messages before the one with the number `learnt_from` have no labels.
+    """
     ids: list[int] = []
     labels: list[int] = []
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -89,17 +112,18 @@ def encode_chat(tokenizer: Any, chat: Sequence[dict[str, Any]]) -> tuple[list[in
         return list(tokenizer(written, add_special_tokens=False).input_ids)
 
     newline = text("\n")
-    for message in chat:
+    for number, message in enumerate(chat):
+        learnt = message["role"] == "assistant" and number >= learnt_from
         add(text(f"<|im_start|>{message['role']}\n"))
         for part in message["content"]:
             if part["type"] == "text":
-                add(text(part["text"]), message["role"] == "assistant")
+                add(text(part["text"]), learnt)
             else:
                 width, height = part["image"].size
                 pads = [tokenizer.convert_tokens_to_ids("<|image_pad|>")] * (width * height // CELL**2)
                 add([tokenizer.convert_tokens_to_ids("<|vision_start|>"), *pads])
                 add([tokenizer.convert_tokens_to_ids("<|vision_end|>")])
-        add([end], message["role"] == "assistant")
+        add([end], learnt)
         add(newline)
     return ids, labels
 
@@ -115,8 +139,8 @@ class Batch:
     labels : Tensor, int64, `[B, T]`
     cells : Tensor, int64, `[vision tokens]`
         The words that the pictures' cells show, as tokens.
-    hints : Tensor, int64, `[hints, 3]`
-        Lesson, place and token.
+    hints : Tensor, int64, `[hints, 4]`
+        Lesson, place, kind and token.
     families : list of str
     """
 
@@ -142,5 +166,5 @@ def collate(lessons: Sequence[Lesson], processor: Any) -> Batch:
     inputs["image_grid_thw"] = pixels["image_grid_thw"]
     inputs["mm_token_type_ids"] = (ids == processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")).int()
     cells = cell_tokens(pictures, processor.tokenizer)
-    hinted = torch.tensor([(i, *hint) for i, lesson in enumerate(lessons) for hint in lesson.hints]).reshape(-1, 3)
+    hinted = torch.tensor([(i, *hint) for i, lesson in enumerate(lessons) for hint in lesson.hints]).reshape(-1, 4)
     return Batch(inputs, labels, cells, hinted, [lesson.family for lesson in lessons])

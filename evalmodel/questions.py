@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from evalmodel.pictures import COLORS, LETTERS, Board, Drawn, Form, Table, draw
 
 __all__ = [
+    "ASKED_AGAIN",
     "FAMILIES",
     "Item",
     "Size",
+    "another",
     "ask",
     "board",
     "follow_up",
@@ -23,14 +26,14 @@ __all__ = [
 ]
 
 ANIMALS = ("cat", "dog", "fish", "bird", "horse", "lion", "bear", "wolf")
-_ROWS = ("apple", "milk", "bread", "rice", "salt", "corn", "soup", "meat")
+ROWS = ("apple", "milk", "bread", "rice", "salt", "corn", "soup", "meat")
 _COLUMNS = ("price", "size", "count", "year", "rank", "age", "weight")
 _FIELDS = {
     "name": ("Anna", "Tom", "Mary", "John", "Sam", "Max", "Paul", "Jack"),
     "city": ("Paris", "London", "Rome", "Boston"),
     "color": tuple(COLORS),
     "pet": ANIMALS,
-    "food": _ROWS,
+    "food": ROWS,
     "day": ("Monday", "Friday", "Sunday"),
 }
 
@@ -106,10 +109,11 @@ def ask_neighbour(content: Board, rng: random.Random) -> tuple[str, str]:
     return f"Which tile is {where} {tile}?", answer
 
 
-def ask_count(content: Board, rng: random.Random) -> tuple[str, str]:
-    colors = [tile[0] for tile in _tiles(content)]
-    color = rng.choice(colors)
-    return f"How many tiles are {color}?", str(colors.count(color))
+def ask_presence(content: Board, rng: random.Random) -> tuple[str, str]:
+    present = sorted({tile[0] for tile in _tiles(content)})
+    absent = [color for color in COLORS if color not in present]
+    answer = rng.choice(("yes", "no"))
+    return f"Is any tile {rng.choice(present if answer == 'yes' else absent)}?", answer
 
 
 def ask_table(content: Table, rng: random.Random) -> tuple[str, str]:
@@ -131,7 +135,7 @@ def ask(content: Board | Table | Form, rng: random.Random) -> tuple[str, str]:
 
 def table(rng: random.Random) -> Table:
     columns = rng.sample(_COLUMNS, rng.choice((2, 3)))
-    rows = rng.sample(_ROWS, rng.choice((2, 3, 4)))
+    rows = rng.sample(ROWS, rng.choice((2, 3, 4)))
     return Table(tuple(columns), tuple(rows), tuple(tuple(rng.randint(1, 9) for _ in columns) for _ in rows))
 
 
@@ -156,9 +160,9 @@ def _neighbour(rng: random.Random, size: Size) -> Item:
     return _about("neighbour", content, ask_neighbour(content, rng), rng, size)
 
 
-def _count(rng: random.Random, size: Size) -> Item:
-    content = board(rng, min(size.largest, 6), colors=3)
-    return _about("count", content, ask_count(content, rng), rng, size)
+def _presence(rng: random.Random, size: Size) -> Item:
+    content = board(rng, size.largest, colors=3)
+    return _about("presence", content, ask_presence(content, rng), rng, size)
 
 
 def _table(rng: random.Random, size: Size) -> Item:
@@ -198,8 +202,8 @@ def _legend(rng: random.Random, size: Size) -> Item:
     colors = sorted({tile[0] for tile in _tiles(content)})
     rng.shuffle(colors)
     first, second = (dict(zip(colors, rng.sample(ANIMALS, len(colors)), strict=True)) for _ in range(2))
-    while second[color] == first[color]:
-        second[color] = rng.choice(ANIMALS)
+    while any(second[c] == first[c] for c in colors):
+        second = dict(zip(colors, rng.sample(ANIMALS, len(colors)), strict=True))
     picture = (draw(content, rng, size.tight),)
     question = f"What does tile {letter} mean?"
     return Item("legend", _legend_text(first), _legend_text(second), picture, question, first[color])
@@ -232,15 +236,13 @@ def _two_hop(rng: random.Random, size: Size) -> Item:
     rng.shuffle(colors)
     key = Form(tuple(zip(colors, rng.sample(ANIMALS, len(colors)), strict=True)))
     pictures = (draw(key, rng, size.tight), draw(content, rng, size.tight))
-    if rng.random() < 0.5:
-        pictures = pictures[::-1]
     return Item("two_hop", "", "", pictures, f"What does tile {letter} mean?", dict(key.fields)[color])
 
 
 FAMILIES: dict[str, Callable[[random.Random, Size], Item]] = {
     "lookup": _lookup,
     "neighbour": _neighbour,
-    "count": _count,
+    "presence": _presence,
     "table": _table,
     "form": _form,
     "compare": _compare,
@@ -248,6 +250,28 @@ FAMILIES: dict[str, Callable[[random.Random, Size], Item]] = {
     "question_first": _question_first,
     "two_hop": _two_hop,
 }
+
+
+_ASK: dict[str, Callable[[Any, random.Random], tuple[str, str]]] = {
+    "lookup": ask_lookup,
+    "neighbour": ask_neighbour,
+    "presence": ask_presence,
+    "table": ask_table,
+    "form": ask_form,
+}
+ASKED_AGAIN = (*_ASK, "legend", "two_hop")
+"""Families of which `another` asks one more question about the same pictures."""
+
+
+def another(item: Item, rng: random.Random) -> Item:
+    """Another question of the item's own family about its pictures, in the same place."""
+    if item.family not in ASKED_AGAIN:
+        raise ValueError(f"{item.family}: its pictures have one question only")
+    while True:
+        asks = _ASK.get(item.family)
+        question, answer = asks(item.pictures[0].content, rng) if asks else follow_up(item, rng)
+        if question != item.question:
+            return replace(item, question=question, answer=answer)
 
 
 def follow_up(item: Item, rng: random.Random) -> tuple[str, str]:
@@ -263,6 +287,6 @@ def follow_up(item: Item, rng: random.Random) -> tuple[str, str]:
         letter = item.answer if rng.random() < 0.5 else rng.choice([*first, *second])
         return f"Is tile {letter} in both pictures?", "yes" if letter == item.answer else "no"
     content = item.pictures[0].content
-    if item.family == "count" and isinstance(content, Board):
-        return ask_count(content, rng)
+    if item.family == "presence" and isinstance(content, Board):
+        return ask_presence(content, rng)
     return ask(content, rng)

@@ -14,6 +14,8 @@ import pytest
 from click.testing import CliRunner
 from conftest import Lab, make_picture
 
+from evalmodel.contexts import changes_of
+from evalmodel.questions import ASKED_AGAIN
 from vlcache import ConfigError, VLCacheError
 from vlcache.bench.accuracy import Outcome, Runner, sweep
 from vlcache.bench.checkpoints import TINY, save_checkpoint
@@ -174,6 +176,50 @@ def test_items_are_dealt_evenly_to_the_changes_of_a_family() -> None:
         list(tileworld_plan(1, None, ["nothing"]))
 
 
+def up_to_pictures(chat: list[dict[str, Any]]) -> list[Any]:
+    """A chat's roles, texts and pixels up to its last picture."""
+    parts = [
+        (message["role"], part["image"].tobytes() if part["type"] == "image" else part["text"], part["type"])
+        for message in chat
+        for part in message["content"]
+    ]
+    last = max(i for i, (_, _, kind) in enumerate(parts) if kind == "image")
+    return parts[: last + 1]
+
+
+@pytest.mark.parametrize("family", [*ASKED_AGAIN, "compare"])
+def test_questions_about_the_same_pictures_come_in_one_group(family: str) -> None:
+    groups: dict[str, list[Trial]] = {}
+    changes = changes_of(family)
+    for _, change, number in tileworld_plan(2 * len(changes), [family]):
+        trial = tileworld_trial("test", 0, family, change, number)
+        groups.setdefault(trial.group, []).append(trial)
+    assert {trial.change for some in groups.values() for trial in some} == set(changes)
+    assert all(len(some) == (2 if family in ASKED_AGAIN else 1) for some in groups.values())
+    for first, *others in groups.values():
+        for other in others:
+            assert up_to_pictures(other.asked) == up_to_pictures(first.asked)
+            assert [up_to_pictures(c) for c in other.captures] == [up_to_pictures(c) for c in first.captures]
+            assert other.asked[-1]["content"][-1] != first.asked[-1]["content"][-1]
+
+
+def test_a_group_is_run_as_its_trials_alone(one_lab: Lab) -> None:
+    picture = make_picture(1)
+    captures = (one_lab.chat("One thing, ", picture, "what?"),)
+    some = [
+        Trial(text, "f", "c", captures, one_lab.chat("Else: ", picture, text), "?", lambda words: len(words) % 2 == 0)
+        for text in ("what?", "what is it?", "which one?")
+    ]
+    policies = ["prefix:0.25", "none", "full"]
+    together = outcomes(one_lab, policies, [replace(one, group="g") for one in some])
+    apart = outcomes(one_lab, policies, some)
+    for policy in policies:
+        for one, other in zip(together[policy], apart[policy], strict=True):
+            assert replace(one, kl=0) == replace(other, kl=0)
+            assert one.kl == pytest.approx(other.kl, abs=1e-6)
+    assert len({round(one.kl, 6) for one in together["none"]}) == 3
+
+
 def test_a_drawn_trial_is_graded_by_its_word() -> None:
     one = tileworld_trial("test", 0, "lookup", "system", 3)
     assert one.grade(f" {one.answer.upper()} ")
@@ -192,7 +238,7 @@ def bench(*arguments: str) -> Any:
 
 def test_a_run_leaves_a_folder_and_ends_with_json(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = ["--items", "2", "--families", "lookup,legend", "--changes", "system,legend", "--seed", "3"]
+    options = ["--items", "3", "--families", "lookup,legend", "--changes", "system,legend", "--seed", "3"]
     done = bench("--model", str(checkpoint), *options, "--policies", "full,layered:1,0.5,0,0,none", "--out", str(out))
     assert done.exit_code == 0, done.output
     result = json.loads(done.output.splitlines()[-1])
@@ -202,12 +248,12 @@ def test_a_run_leaves_a_folder_and_ends_with_json(checkpoint: Path, tmp_path: Pa
     assert {row["policy"] for row in result["rows"]} == {"full", "layered:1,0.5,0,0", "none"}
     cells = {(row["family"], row["change"]): row["items"] for row in result["rows"] if row["policy"] == "none"}
     assert cells == {
-        ("lookup", "system"): 2,
-        ("legend", "system"): 1,
+        ("lookup", "system"): 3,
+        ("legend", "system"): 2,
         ("legend", "legend"): 1,
-        ("all", "system"): 3,
+        ("all", "system"): 5,
         ("all", "legend"): 1,
-        ("all", "all"): 4,
+        ("all", "all"): 6,
     }
     assert {path.name for path in out.iterdir()} == {
         "config.json",
@@ -217,9 +263,9 @@ def test_a_run_leaves_a_folder_and_ends_with_json(checkpoint: Path, tmp_path: Pa
         "pareto.svg",
     }
     lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
-    assert len(lines) == 4 * 3
+    assert len(lines) == 6 * 3
     config = json.loads((out / "config.json").read_text())
-    assert (config["seed"], config["items"], config["policies"][1]) == (3, 2, "layered:1,0.5,0,0")
+    assert (config["seed"], config["items"], config["policies"][1]) == (3, 3, "layered:1,0.5,0,0")
     assert json.loads((out / "metrics.json").read_text())["rows"] == result["rows"]
 
 

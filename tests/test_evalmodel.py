@@ -10,7 +10,7 @@ import torch
 from evalmodel import pictures
 from evalmodel.contexts import CHANGES, changes_of, make_pair
 from evalmodel.pictures import CELL, COLORS, Board, Drawn, Form, Table
-from evalmodel.questions import FAMILIES, Item, Size, follow_up, generator, make_item
+from evalmodel.questions import ASKED_AGAIN, FAMILIES, Item, Size, another, follow_up, generator, make_item
 from evalmodel.weights import merge, pack, unpack
 
 SOME = range(20)
@@ -44,8 +44,8 @@ def answer(question: str, pictures: tuple[Drawn, ...], before: str) -> str:
         row, column, *_ = tiles(board)[words[-1]]
         wanted = (row, column + (1 if words[3] == "right" else -1))
         return next(letter for letter, tile in tiles(board).items() if tile[:2] == wanted)
-    if question.startswith("How many tiles are"):
-        return str(sum(tile[2] == words[-1] for tile in tiles(board).values()))
+    if question.startswith("Is any tile"):
+        return "yes" if any(tile[2] == words[-1] for tile in tiles(board).values()) else "no"
     if question.startswith("What does tile"):
         color = tiles(board)[words[3]][2]
         forms = [p.content for p in pictures if isinstance(p.content, Form)]
@@ -67,6 +67,26 @@ def test_answers_are_right(family: str) -> None:
         assert item.answer == answer(question, item.pictures, item.before)
         more, its_answer = follow_up(item, generator("test", 1, family))
         assert its_answer == answer(more, item.pictures, item.before)
+
+
+@pytest.mark.parametrize("family", ASKED_AGAIN)
+def test_another_question_is_of_the_same_kind_about_the_same_pictures(family: str) -> None:
+    for item in items(family):
+        more = another(item, generator("test", 2, family))
+        assert more.pictures is item.pictures
+        assert (more.family, more.before, more.other) == (item.family, item.before, item.other)
+        assert more.question != item.question
+        assert more.question.split()[:2] == item.question.split()[:2] or family == "lookup"
+        assert more.answer == answer(more.question, more.pictures, more.before)
+        if family == "legend":
+            assert answer(more.question, more.pictures, more.other) != more.answer
+
+
+def test_one_question_only_where_it_stands_before_the_picture() -> None:
+    assert set(FAMILIES) - set(ASKED_AGAIN) == {"compare", "question_first"}
+    for family in ("compare", "question_first"):
+        with pytest.raises(ValueError, match=family):
+            another(items(family)[0], generator("test", 2))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -264,3 +264,24 @@ def test_plans_are_frozen() -> None:
         plan.end = 9  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         next(plan.steps()).layer = 2  # type: ignore[misc]
+
+
+@given(plans())
+def test_every_layer_computes_everything_up_to_where_a_plan_says_so(plan: Plan) -> None:
+    front = set(range(plan.begin, plan.computed_until()))
+    assert all(front <= as_set(plan.rows(layer)) for layer in range(LAYERS))
+    assert plan.exact_until() <= plan.computed_until() <= plan.end
+    if plan.computed_until() < plan.end:
+        assert any(plan.computed_until() not in as_set(plan.rows(layer)) for layer in range(LAYERS))
+
+
+@given(st.data(), plans())
+def test_the_rest_of_a_plan_is_its_work_from_there_on(data: st.DataObject, plan: Plan) -> None:
+    begin = data.draw(st.integers(plan.begin, plan.want[0][0]))
+    rest = plan.behind(begin)
+    behind = set(range(begin, plan.end))
+    for mine, whole in zip(rest.steps(), plan.steps(), strict=True):
+        for name in ("enter", "rows", "keep"):
+            assert as_set(getattr(mine, name)) == as_set(getattr(whole, name)) & behind
+        reused = set[int]().union(*map(as_set, mine.reuse))
+        assert reused == set[int]().union(*map(as_set, whole.reuse)) & behind

@@ -16,10 +16,10 @@ import transformers
 import evalmodel
 from evalmodel import train
 from evalmodel.graft import GGUF, build_processor, config, find_decoder, graft
-from evalmodel.hints import hints
+from evalmodel.hints import KINDS, WORDS, cell_hints, tile_color
 from evalmodel.lessons import IGNORED, collate, encode_chat, make_lesson
-from evalmodel.pictures import COLORS, Form, Table, draw
-from evalmodel.questions import FAMILIES, Size, generator, make_item
+from evalmodel.pictures import COLORS, Board, Form, Table, draw
+from evalmodel.questions import FAMILIES, Item, Size, generator, make_item
 from evalmodel.weights import checkpoint, home
 from vlcache.engines.transformers.load import load_processor
 
@@ -31,13 +31,20 @@ def processor() -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_lesson_is_what_the_chat_template_writes(family: str, processor: Any, monkeypatch: Any) -> None:
-    chats: list[Any] = []
-    monkeypatch.setattr("evalmodel.lessons.encode_chat", lambda t, chat: (chats.append(chat), encode_chat(t, chat))[1])
+    written: list[tuple[list[Any], int]] = []
+
+    def encode(tokenizer: Any, chat: list[Any], learnt_from: int) -> Any:
+        written.append((chat, learnt_from))
+        return encode_chat(tokenizer, chat, learnt_from)
+
+    monkeypatch.setattr("evalmodel.lessons.encode_chat", encode)
     lesson = make_lesson(family, processor.tokenizer, generator("train", 0, family), Size(6), asked=3)
-    inputs = processor.apply_chat_template(chats[0], tokenize=True, return_dict=True, return_tensors="pt")
+    ((chat, first),) = written
+    inputs = processor.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
     assert inputs["input_ids"][0].tolist() == lesson.ids
     learnt = [i for i, label in zip(lesson.ids, lesson.labels, strict=True) if label != IGNORED]
-    said = [m["content"][0]["text"] + "<|im_end|>" for m in chats[0] if m["role"] == "assistant"]
+    said = [m["content"][0]["text"] + "<|im_end|>" for m in chat[first:] if m["role"] == "assistant"]
+    assert len(said) >= 3
     assert processor.tokenizer.decode(learnt) == "".join(said)
 
 
@@ -51,28 +58,98 @@ def test_a_batch_is_what_the_processor_makes(processor: Any) -> None:
     assert batch.inputs["attention_mask"].sum(1).tolist() == [len(lesson.ids) for lesson in lessons]
 
 
-def test_hints_stand_at_the_cells_that_they_are_about(processor: Any) -> None:
-    pad = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+def shown(item: Item, picture: int) -> list[str]:
+    return [word.strip() for row in item.pictures[picture].words for word in row]
+
+
+def test_hints_stand_at_the_cells_that_they_are_about() -> None:
     for number in range(6):
         table = make_item("table", generator("test", 2, number))
-        content, width = table.pictures[0].content, len(table.pictures[0].words[0])
+        content = table.pictures[0].content
         assert isinstance(content, Table)
-        (found,) = hints(table)
-        cells = sorted(found)
-        assert [found[cell].strip() for cell in cells] == [name for name in content.rows for _ in content.columns]
-        shown = [table.pictures[0].words[cell // width][cell % width] for cell in cells]
-        assert shown == [str(value) for values in content.values for value in values]
+        (found,) = cell_hints(table)
+        assert [hint.word.strip() for hint in found] == [name for name in content.rows for _ in content.columns]
+        values = [str(value) for values in content.values for value in values]
+        assert [shown(table, 0)[hint.cell] for hint in found] == values
         legend = make_item("legend", generator("test", 2, number))
         meant = legend.before.rstrip(".").replace(",", "").split()[1:]
-        width = len(legend.pictures[0].words[0])
-        for cell, word in hints(legend)[0].items():
-            color = legend.pictures[0].words[cell // width][cell % width].strip()
-            assert meant[meant.index(color) + 1] == word.strip()
-        lesson = make_lesson("two_hop", processor.tokenizer, generator("test", 2, number), Size(6), 2)
+        assert cell_hints(legend)[0]
+        for hint in cell_hints(legend)[0]:
+            assert meant[meant.index(shown(legend, 0)[hint.cell]) + 1] == hint.word.strip()
+        two_hop = make_item("two_hop", generator("test", 2, number))
+        key, tiled = (p.content for p in two_hop.pictures)
+        assert isinstance(key, Form)
+        assert isinstance(tiled, Board)
+        on_key, on_board = cell_hints(two_hop)
+        assert (on_key, len(on_board)) == ([], sum(map(len, tiled.tiles)))
+        assert all(dict(key.fields)[shown(two_hop, 1)[hint.cell]] == hint.word.strip() for hint in on_board)
+
+
+def test_a_question_before_the_picture_asks_for_the_cell_of_its_answer() -> None:
+    kinds = set()
+    for number in range(60):
+        item = make_item("question_first", generator("test", 3, number))
+        words = shown(item, 0)
+        asked = {h.cell: h.word for h in cell_hints(item)[0] if KINDS[h.kind] == "asked"}
+        # Those that look like the answer, all of which are told
+        content = item.pictures[0].content
+        yes = sorted(cell for cell, word in asked.items() if word == " yes")
+        cell = yes[0]
+        assert words[cell] == item.answer
+        assert set(asked.values()) == {" yes", " no"}
+        if isinstance(content, Form):
+            assert yes == [cell, cell + 1]
+            assert len(asked) == 2 * len(content.fields)
+        else:
+            assert yes == [cell]
+            numbers = sum(map(len, content.values)) if isinstance(content, Table) else sum(map(len, content.tiles))
+            assert len(asked) == numbers
+        named = item.before.rstrip("?").split()
+        # Answers repeat in a picture: the cell is the one beside what the question names
+        if isinstance(content, Board):
+            around = {"color": cell - 2, "number": cell - 1, "right": cell - 3, "left": cell + 3}
+            (kind,) = around.keys() & set(named)
+            assert words[around[kind]] == named[-1]
+        else:
+            kind = type(content).__name__
+            row = words[cell - cell % len(item.pictures[0].words[0]) : cell]
+            assert (row[-1] if isinstance(content, Form) else next(filter(None, row))) == named[-1]
+            assert words[cell - 1] == (named[-1] if isinstance(content, Form) else named[-3])
+        kinds.add(kind)
+    assert kinds == {"color", "number", "right", "left", "Table", "Form"}
+
+
+@pytest.mark.parametrize("family", ["two_hop", "question_first"])
+def test_a_lesson_has_its_hints_at_the_places_of_the_cells(family: str, processor: Any) -> None:
+    pad = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    for number in range(6):
+        lesson = make_lesson(family, processor.tokenizer, generator("test", 2, number), Size(6), 3)
         words = [word.strip() for picture in lesson.pictures for row in picture.words for word in row]
         pads = [i for i, token in enumerate(lesson.ids) if token == pad]
+        assert len(pads) == len(words)
         assert lesson.hints
-        assert all(words[pads.index(place)] in COLORS for place, _ in lesson.hints)
+        for place, kind, token in lesson.hints:
+            assert processor.tokenizer.decode([token]) in WORDS
+            if KINDS[kind] == "tile":
+                assert lesson.labels[place] == IGNORED
+                assert lesson.labels[place + 1] != IGNORED
+                continue
+            assert words[pads.index(place)]
+            if family == "two_hop":
+                assert words[pads.index(place)] in COLORS
+        wanted = {"means", "tile"} if family == "two_hop" else {"asked"}
+        assert {KINDS[kind] for _, kind, _ in lesson.hints} >= wanted
+        answers = sum(label == processor.tokenizer.eos_token_id for label in lesson.labels)
+        assert answers == 3
+
+
+def test_who_is_asked_what_a_tile_means_looks_at_its_color() -> None:
+    for family in ("legend", "two_hop"):
+        item = make_item(family, generator("test", 4, family))
+        color = tile_color(item, item.question)
+        letter = shown(item, -1).index(item.question.split()[3])
+        assert shown(item, -1)[letter + 2] == color
+        assert tile_color(item, "What color is tile K?") == ""
 
 
 def test_a_stopped_training_goes_on(tmp_path: Path, processor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,12 +173,16 @@ def test_a_stopped_training_goes_on(tmp_path: Path, processor: Any, monkeypatch:
         train.main()
         return torch.load(tmp_path / "state.pt", weights_only=True)
 
-    first = run(2)
+    first = run(3)
     tower = (tmp_path / "tower.pt").stat().st_mtime_ns
-    second = run(3)
-    assert (first["step"], second["step"]) == (2, 3)
-    assert {int(s["step"]) for s in second["optimizer"]["state"].values()} == {3}
+    second = run(6)
+    assert (first["step"], second["step"]) == (3, 6)
+    assert {int(s["step"]) for s in second["optimizer"]["state"].values()} == {6}
     assert (tmp_path / "tower.pt").stat().st_mtime_ns == tower
+    assert not torch.equal(second["thoughts"]["read"], first["thoughts"]["read"])
+    # Steps whose lessons have no hints leave them out
+    assert 0 < int(first["thinking"]["state"][0]["step"]) < int(second["thinking"]["state"][0]["step"]) <= 6
+    assert set(second["hinted"]) >= set(first["hinted"])
     moved = [name for name, value in second["model"].items() if not torch.equal(value, first["model"][name])]
     assert any("lora_B" in name for name in moved)
     assert any("visual" in name for name in moved)

@@ -14,7 +14,7 @@ cannot be is widened: the row is also computed in the layers that lead there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlcache.policies.base import Evidence, Policy
 from vlcache.ranges import Ranges, count, intersect, normal, shift, subtract, union
@@ -84,7 +84,8 @@ class Plan:
     want : Ranges
         Rows whose output of the last layer is needed (for logits).
     spans : tuple of SpanPlan
-        The reused pictures in `begin` to `end`. Everything else there is computed in every layer.
+        The reused pictures in `begin` to `end`, of the first one maybe the rest. Everything else there is computed
+        in every layer.
     """
 
     begin: int
@@ -114,7 +115,8 @@ class Plan:
             after = self.want if last else self._with_spans(fresh, layer + 1)
             keep = intersect(rows, after)
             reuse = tuple(
-                subtract(((s.span.start, s.span.stop),), shift(s.rows[layer], s.span.start)) for s in self.spans
+                subtract(((max(s.span.start, self.begin), s.span.stop),), shift(s.rows[layer], s.span.start))
+                for s in self.spans
             )
             yield LayerStep(layer, subtract(rows, live), rows, keep, reuse)
             live, rows = keep, after
@@ -126,6 +128,26 @@ class Plan:
         """Index up to which the prompt's K/V are exact: the start of the first reused span that is not
         computed in full, or `end`."""
         return min((s.span.start for s in self.spans if not s.exact), default=self.end)
+
+    def computed_until(self) -> int:
+        """Index up to which every layer computes every token: `exact_until`, and the front of the span there that
+        every layer computes."""
+        for s in self.spans:
+            if not s.exact:
+                return s.span.start + min(r[0][1] if r and r[0][0] == 0 else 0 for r in s.rows)
+        return self.end
+
+    def behind(self, begin: int) -> Plan:
+        """The work from `begin` on, for K/V that are there already before it, as this plan would have left them.
+
+        What is exact is for this plan to say; the one returned does not know what stands before it.
+        """
+        rest = tuple(
+            SpanPlan(s.span, tuple(subtract(r, ((0, max(0, begin - s.span.start)),)) for r in s.rows))
+            for s in self.spans
+            if s.span.stop > begin
+        )
+        return replace(self, begin=begin, spans=rest)
 
 
 def plan_span(

@@ -18,7 +18,7 @@ from vlcache.ranges import Ranges, count, intersect, places, shift, subtract, un
 from vlcache.rope import Rope, Rotation, rotate
 from vlcache.types import Entry, Geometry, Span
 
-__all__ = ["Adapter", "Placed", "place", "put_reused", "selective_prefill", "take"]
+__all__ = ["Adapter", "Job", "Placed", "RunLayer", "place", "put_reused", "selective_prefill", "take"]
 
 
 class Adapter(Protocol):
@@ -29,13 +29,6 @@ class Adapter(Protocol):
 
     def embed(self, rows: Ranges) -> Tensor:
         """Input of layer 0: text embeddings, and encoder outputs at vision tokens."""
-        ...
-
-    def run_layer(self, step: LayerStep, hidden: Tensor) -> Tensor:
-        """Compute and write K/V of `step.rows`; return the layer's output at `step.keep`.
-
-        A row attends to every key at its own index and before it. `hidden` may be overwritten.
-        """
         ...
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -110,35 +103,59 @@ def _admit(step: LayerStep, hidden: Tensor, placed: Sequence[Placed]) -> Tensor:
     return out
 
 
-def selective_prefill(
-    adapter: Adapter,
-    plan: Plan,
-    placed: Sequence[Placed] = (),
-    watch: Callable[[LayerStep, Tensor], None] | None = None,
-) -> Tensor:
-    """Fill the K/V of a prompt by a plan.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prefill: a prompt on an engine, its plan, and the entries of `plan.spans` in the same order.
 
-    Parameters
+    Attributes
     ----------
-    placed : sequence of Placed
-        The entries of `plan.spans`, in the same order.
     watch : callable, optional
         Called with each layer's step and its input `[rows, hidden]`, to capture checkpoints. It must copy what
         it keeps.
+    """
+
+    adapter: Adapter
+    plan: Plan
+    placed: Sequence[Placed] = ()
+    watch: Callable[[LayerStep, Tensor], None] | None = None
+
+
+RunLayer = Callable[[Sequence[LayerStep], Sequence[Tensor]], Sequence[Tensor]]
+"""One layer of several jobs: for each its step and input `[count(step.rows), hidden]`.
+
+Computes and writes K/V of `step.rows` and returns the layer's output at `step.keep`, by job. A row attends to every key
+of its job at its own index and before it. Inputs may be overwritten.
+"""
+
+
+def selective_prefill(jobs: Sequence[Job], run_layer: RunLayer) -> list[Tensor]:
+    """Fill the K/V of prompts by their plans, layer by layer, all of them in the same layer at a time.
+
+    Parameters
+    ----------
+    jobs : sequence of Job
+    run_layer : callable
+        Runs the jobs' steps of one layer, see `RunLayer`.
 
     Returns
     -------
-    Tensor, `[count(plan.want), hidden]`
-        The last layer's output, before the final norm.
+    list of Tensor, `[count(plan.want), hidden]`
+        For each job the last layer's output, before the final norm.
     """
-    hidden = torch.empty(0)
-    for step in plan.steps():
-        put_reused(adapter, step, placed)
-        if step.layer == 0:
-            hidden = adapter.embed(step.rows)
-        elif step.enter:
-            hidden = _admit(step, hidden, placed)
-        if watch is not None:
-            watch(step, hidden)
-        hidden = adapter.run_layer(step, hidden)
+    hidden: Sequence[Tensor] = [torch.empty(0)] * len(jobs)
+    for steps in zip(*(job.plan.steps() for job in jobs), strict=True):
+        rows = [_rows(job, step, h) for job, step, h in zip(jobs, steps, hidden, strict=True)]
+        hidden = run_layer(steps, rows)
+    return list(hidden)
+
+
+def _rows(job: Job, step: LayerStep, hidden: Tensor) -> Tensor:
+    """A step's input, `[count(step.rows), hidden]`, once its reused K/V are in place."""
+    put_reused(job.adapter, step, job.placed)
+    if step.layer == 0:
+        hidden = job.adapter.embed(step.rows)
+    elif step.enter:
+        hidden = _admit(step, hidden, job.placed)
+    if job.watch is not None:
+        job.watch(step, hidden)
     return hidden

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -10,7 +12,7 @@ from vlcache.plan import Plan
 from vlcache.ranges import count
 from vlcache.types import Entry, Span
 
-__all__ = ["Counters", "Outcome", "Report", "SpanReport", "report_spans", "reused_rows"]
+__all__ = ["Clock", "Counters", "Outcome", "Report", "SpanReport", "report_spans", "reused_rows"]
 
 Outcome = Literal["reused", "prefix", "encoder", "new"]
 
@@ -125,14 +127,17 @@ class Counters:
     misses: int = 0
     rejects: dict[str, int] = field(default_factory=dict)
 
-    def add(self, spans: Sequence[SpanReport], rejects: Sequence[str] = ()) -> None:
-        """Count a prompt's spans by outcome, and entries that were not used by reason."""
+    def add(self, spans: Sequence[SpanReport]) -> None:
+        """Count a prompt's spans by outcome."""
         for span in spans:
             name = {"reused": "reused", "prefix": "prefix_hits", "encoder": "encoder_hits", "new": "misses"}[
                 span.outcome
             ]
             setattr(self, name, getattr(self, name) + 1)
-        for reason in rejects:
+
+    def reject(self, reasons: Sequence[str]) -> None:
+        """Count entries that were not used."""
+        for reason in reasons:
             self.rejects[reason] = self.rejects.get(reason, 0) + 1
 
 
@@ -155,3 +160,18 @@ def report_spans(plan: Plan, spans: Sequence[Span], known: Mapping[str, Entry]) 
 def reused_rows(plan: Plan) -> int:
     """Rows put in place from the cache, summed over the layers."""
     return sum(count(ranges) for step in plan.steps() for ranges in step.reuse)
+
+
+class Clock:
+    """Wall seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

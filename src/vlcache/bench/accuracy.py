@@ -21,6 +21,7 @@ from vlcache.bench.plain import plain_inputs
 from vlcache.bench.trials import Trial
 from vlcache.config import Config
 from vlcache.engines.transformers import VLCache
+from vlcache.engines.transformers.run import Scored
 from vlcache.engines.transformers.support import describe
 from vlcache.errors import InputError, MediaError
 from vlcache.plan import plan_span
@@ -43,6 +44,8 @@ def sweep(layers: int) -> tuple[str, ...]:
     return ("full", "none", *ratios, "prefix:0.02", f"layered:{line}")
 
 
+# Of K/V that policies run side by side hold together
+_KV_BYTES = 2 << 30
 # Bounds nothing: a store is emptied when the next context comes
 _STORE_BYTES = 1 << 40
 
@@ -81,6 +84,16 @@ class Outcome:
         return json.dumps(asdict(self))
 
 
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """Plain transformers' greedy answer to a prompt of so many tokens: its tokens, its end included, and their logits,
+    `[tokens, vocabulary]`."""
+
+    prompt_tokens: int
+    tokens: list[int]
+    logits: Tensor
+
+
 class Runner:
     """Runs trials on one model.
 
@@ -96,7 +109,9 @@ class Runner:
     def __init__(self, model: Any, processor: Any, policies: Sequence[str], max_new_tokens: int) -> None:
         self._model = model
         self._processor = processor
-        self._layers = describe(model).layers
+        geometry = describe(model)
+        self._layers = geometry.layers
+        self._token_bytes = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * model.dtype.itemsize
         self.policies = tuple(dict.fromkeys(policies)) or sweep(self._layers)
         self._rules = [(text, parse_policy(text)) for text in self.policies]
         for _, policy in self._rules:
@@ -109,34 +124,20 @@ class Runner:
         self, trials: Iterable[Trial], tell: Callable[[Outcome], object], refuse: Callable[[Trial, str], object]
     ) -> None:
         """Give every outcome to `tell`, trial by trial; a trial whose prompt cannot be used to `refuse`, with why."""
-        with self._cache(prefix_cache=False) as exact, _plain_generation(self._model):
-            reusing = self._cache(prefix_cache=True)
-            for trial in trials:
+        # No exact prefixes: what one trial leaves behind must not help the next
+        config = Config(policy="none", prefix_cache=False)
+        cache = VLCache(self._model, self._processor, store=self._store, config=config)
+        with cache, _plain_generation(self._model):
+            for some in _groups(trials):
                 try:
-                    self._capture(exact, trial)
-                    tokens, reference = self._plain(trial.asked)
-                    outcomes = []
-                    for text, policy in self._rules:
-                        cache = exact if policy.name == "full" else reusing
-                        outcomes.append(self._outcome(cache, exact, trial, text, policy, tokens, reference))
-                        if cache is reusing and self._some_exact(cache):
-                            # A picture may lie in an exact prefix now, which is not for the next policy
-                            reusing.close()
-                            reusing = self._cache(prefix_cache=True)
+                    self._capture(cache, some[0])
+                    outcomes = self._outcomes(cache, some)
                 except (InputError, MediaError) as error:
-                    refuse(trial, str(error))
+                    for trial in some:
+                        refuse(trial, str(error))
                     continue
                 for outcome in outcomes:
                     tell(outcome)
-
-    def _cache(self, prefix_cache: bool) -> VLCache:
-        """A cache on the run's store.
-
-        One without exact prefixes captures, recomputes in full and writes; the other reuses. Its prefixes end where
-        the first picture begins: the text before it is computed once for all policies.
-        """
-        config = Config(policy="none", prefix_cache=prefix_cache)
-        return VLCache(self._model, self._processor, store=self._store, config=config)
 
     def _capture(self, cache: VLCache, trial: Trial) -> None:
         """Have the store hold what the trial's captures put there, and nothing from another context."""
@@ -146,27 +147,37 @@ class Runner:
         for chat in trial.captures:
             cache.prefill(chat)
 
-    def _some_exact(self, cache: VLCache) -> bool:
-        assert cache.last is not None
-        return any(span.rows == span.tokens * self._layers for span in cache.last.spans)
+    def _outcomes(self, cache: VLCache, trials: Sequence[Trial]) -> list[Outcome]:
+        """Of trials of one group."""
+        plain = [self._plain(trial.asked) for trial in trials]
+        asked, answers = [trial.asked for trial in trials], [one.tokens for one in plain]
+        at_once = max(1, _KV_BYTES // (self._token_bytes * sum(one.prompt_tokens + len(one.tokens) for one in plain)))
+        scored: list[list[Scored]] = [[] for _ in trials]
+        for start in range(0, len(self._rules), at_once):
+            rules = [policy for _, policy in self._rules[start : start + at_once]]
+            for mine, some in zip(scored, cache.score_each(asked, answers, rules), strict=True):
+                mine.extend(some)
+        return [
+            self._outcome(cache, trial, text, policy, score, its)
+            for trial, some, its in zip(trials, scored, plain, strict=True)
+            for (text, policy), score in zip(self._rules, some, strict=True)
+        ]
 
     def _outcome(
         self,
         cache: VLCache,
-        exact: VLCache,
         trial: Trial,
         text: str,
         policy: Policy,
-        tokens: list[int],
-        reference: Tensor,
+        scored: Scored,
+        plain: _Plain,
     ) -> Outcome:
-        logits = cache.score(trial.asked, tokens, policy=policy).float()
-        assert cache.last is not None
-        assert all(span.outcome == "reused" for span in cache.last.spans), "a picture was not captured"
-        share = cache.last.computed_share
-        agree = logits.argmax(-1).tolist() == tokens
-        full = self._words(tokens)
-        prediction = full if agree else self._write(exact, trial.asked, policy)
+        spans = scored.report.spans
+        assert all(span.outcome == "reused" for span in spans), "a picture was not captured"
+        logits = scored.logits.float()
+        agree = logits.argmax(-1).tolist() == plain.tokens
+        full = self._words(plain.tokens)
+        prediction = full if agree else self._write(cache, trial.asked, policy)
         return Outcome(
             trial=trial.name,
             family=trial.family,
@@ -178,12 +189,11 @@ class Runner:
             correct=trial.grade(prediction),
             full_correct=trial.grade(full),
             agree=agree,
-            kl=_kl(reference, logits),
-            computed_share=share,
+            kl=_kl(plain.logits, logits),
+            computed_share=scored.report.computed_share,
         )
 
-    def _plain(self, chat: list[dict[str, Any]]) -> tuple[list[int], Tensor]:
-        """Plain transformers' greedy answer, its end included, and its logits `[tokens, vocabulary]`."""
+    def _plain(self, chat: list[dict[str, Any]]) -> _Plain:
         try:
             inputs = plain_inputs(self._processor, chat).to(self._model.device)
         except Exception as error:  # of any kind: it is not our code
@@ -195,8 +205,8 @@ class Runner:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        return tokens, torch.cat(out.logits).float()
+        prompt_tokens = inputs["input_ids"].shape[1]
+        return _Plain(prompt_tokens, out.sequences[0, prompt_tokens:].tolist(), torch.cat(out.logits).float())
 
     def _write(self, cache: VLCache, chat: list[dict[str, Any]], policy: Policy) -> str:
         inputs = cache.prefill(chat, policy=policy)
@@ -205,6 +215,21 @@ class Runner:
 
     def _words(self, tokens: list[int]) -> str:
         return str(self._processor.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+def _groups(trials: Iterable[Trial]) -> Iterator[list[Trial]]:
+    """Trials that are run together."""
+    group: list[Trial] = []
+    for trial in trials:
+        if group and trial.group != group[0].group:
+            yield group
+            group = []
+        if trial.group:
+            group.append(trial)
+        else:
+            yield [trial]
+    if group:
+        yield group
 
 
 @contextmanager

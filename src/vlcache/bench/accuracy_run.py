@@ -40,7 +40,8 @@ class Settings:
     Attributes
     ----------
     items : int
-        Items of each family, dealt evenly to its changes; of a data set the rows, each under every change.
+        Questions of each family, their pictures dealt evenly to its changes; of a data set the rows, each under every
+        change.
     policies, families, changes : tuple of str
         Empty: all of them.
     model : str
@@ -103,6 +104,8 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
         def tell(outcome: Outcome) -> None:
             outcomes.append(outcome)
             file.write(outcome.to_json() + "\n")
+            if outcome.policy == runner.policies[-1]:
+                step()
 
         def skip(one: Skipped) -> None:
             skipped.append(one)
@@ -114,9 +117,12 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
                     skip(one)
                 else:
                     yield one
-                    step()
 
-        runner.run(usable(), tell, lambda trial, reason: skip(Skipped(trial.name, reason)))
+        def refuse(trial: Trial, reason: str) -> None:
+            skip(Skipped(trial.name, reason))
+            step()
+
+        runner.run(usable(), tell, refuse)
     if not outcomes and not skipped:
         raise ConfigError("no trial was run; check --families, --changes and the data")
     rows = tally(outcomes)

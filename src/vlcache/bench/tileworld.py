@@ -35,7 +35,7 @@ def find_model(model: str, say: Callable[[str], object]) -> Path:
 def tileworld_plan(
     items: int, families: Sequence[str] | None = None, changes: Sequence[str] | None = None
 ) -> Iterator[tuple[str, str, int]]:
-    """Family, change and number of `items` items a family, dealt evenly to the changes that mean something to it.
+    """Family, change and number of `items` questions a family, their pictures dealt evenly to its changes.
 
     Raises
     ------
@@ -49,16 +49,19 @@ def tileworld_plan(
     for family in chosen(families, tuple(FAMILIES), "family"):
         mine = [change for change in changes_of(family) if change in wanted]
         for number in range(items if mine else 0):
-            yield family, mine[number % len(mine)], number
+            yield family, mine[_shown(family, number)[0] % len(mine)], number
 
 
 def tileworld_trial(split: str, seed: int, family: str, change: str, number: int) -> Trial:
-    """An item drawn from its split, seed, family and number, under a change."""
+    """A question drawn from its split, seed, family and number, under a change."""
     from evalmodel.contexts import make_pair
-    from evalmodel.questions import generator, make_item
+    from evalmodel.questions import another, generator, make_item
 
-    item = make_item(family, generator(split, seed, family, number))
-    pair = make_pair(item, change, generator(split, seed, family, number, change))
+    shown, again = _shown(family, number)
+    item = make_item(family, generator(split, seed, family, shown))
+    if again:
+        item = another(item, generator(split, seed, family, shown, "again"))
+    pair = make_pair(item, change, generator(split, seed, family, shown, change))
     right = item.answer.lower()
     return Trial(
         name=f"{family}/{number}/{change}",
@@ -68,4 +71,12 @@ def tileworld_trial(split: str, seed: int, family: str, change: str, number: int
         asked=pair.asked,
         answer=item.answer,
         grade=lambda words: words.strip().lower() == right,
+        group=f"{family}/{shown}/{change}",
     )
+
+
+def _shown(family: str, number: int) -> tuple[int, int]:
+    """Which pictures a question is about, and whether it is their second: most families ask two about the same."""
+    from evalmodel.questions import ASKED_AGAIN
+
+    return divmod(number, 2) if family in ASKED_AGAIN else (number, 0)

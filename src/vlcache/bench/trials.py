@@ -36,6 +36,9 @@ class Trial:
         The right answer, for people.
     grade : callable
         Whether a model's words are a right answer.
+    group : str
+        Trials that follow each other with the same group are run together, on the captures of the first of them:
+        what they capture and ask is the same up to the end of the last picture. Empty for one that is run alone.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Trial:
     asked: list[Message]
     answer: str
     grade: Callable[[str], bool]
+    group: str = ""
 
 
 def chosen(given: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:

@@ -19,7 +19,7 @@ from vlcache.prefill import take
 from vlcache.ranges import Ranges, count, intersect, pieces, places, shift
 from vlcache.types import Geometry, Span
 
-__all__ = ["PromptPass"]
+__all__ = ["PromptPass", "run_layer"]
 
 
 class PromptPass:
@@ -61,6 +61,7 @@ class PromptPass:
         self._encoded = [e if e is None else e.to(self._device, self._dtype) for e in encoded]
         self._cos, self._sin = geometry.rope.cos_sin(positions.to(self._device), self._dtype)
         self._turned: tuple[Ranges, Tensor, Tensor] = ((), self._cos, self._sin)
+        self._leader: tuple[PromptPass, int] | None = None
         shape = (1, geometry.kv_heads, len(ids), geometry.head_dim)
         new = {"device": self._device, "dtype": self._dtype}
         self.keys = [torch.empty(shape, **new) for _ in range(geometry.layers)]
@@ -80,21 +81,12 @@ class PromptPass:
         self._at_vision(hidden, rows, 0, add=False)
         return hidden
 
-    def run_layer(self, step: LayerStep, hidden: Tensor) -> Tensor:
-        layer = self._decoder.layers[step.layer]
-        attention = layer.self_attn
-        normed = layer.input_layernorm(hidden[None])
-        self._write_fresh(step, attention, normed)
-        if not step.keep:
-            return hidden[:0]
-        if step.keep != step.rows:
-            stay = places(step.keep, step.rows)
-            hidden, normed = take(hidden, stay), take(normed[0], stay)[None]
-        hidden = hidden + self._attend(step, attention, normed)
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden[None]))[0]
-        if step.layer < self._geometry.deepstack:
-            self._at_vision(hidden, step.keep, 1 + step.layer, add=True)
-        return hidden
+    def follow(self, leader: PromptPass, stop: int) -> None:
+        """Take the first `stop` tokens' K/V from a pass whose prompt begins with the same ones.
+
+        Its layers run with this one's, and it stands before this one in `run_layer`.
+        """
+        self._leader = (leader, stop)
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         k, v = self.keys[layer][0, :, start:stop], self.values[layer][0, :, start:stop]
@@ -120,28 +112,34 @@ class PromptPass:
                 else:
                     hidden[a:b] = features[c:d]
 
-    def _write_fresh(self, step: LayerStep, attention: Any, normed: Tensor) -> None:
-        keys = self._heads(attention.k_proj(normed))
+    def _write_fresh(self, step: LayerStep, attention: Any, keys: Tensor, values: Tensor) -> None:
+        """Norm and turn projected keys `[rows, H * D]`, and write them with their values."""
+        keys, values = self._heads(keys), self._heads(values)
         if hasattr(attention, "k_norm"):
             keys = attention.k_norm(keys)
         keys = self._rotated(keys, step.rows)
-        values = self._heads(attention.v_proj(normed))
         for (a, b), (start, _) in zip(pieces(step.rows, step.rows), step.rows, strict=True):
             self.write_kv(step.layer, start, keys[a:b], values[a:b])
 
-    def _attend(self, step: LayerStep, attention: Any, normed: Tensor) -> Tensor:
-        queries = self._heads(attention.q_proj(normed))
+    def _copy_from_leader(self, layer: int) -> None:
+        if self._leader is not None:
+            leader, stop = self._leader
+            for mine, its in ((self.keys, leader.keys), (self.values, leader.values)):
+                mine[layer][:, :, :stop] = its[layer][:, :, :stop]
+
+    def _attend(self, step: LayerStep, attention: Any, queries: Tensor) -> Tensor:
+        """Projected queries `[rows, heads * D]` to what they see, `[rows, heads * D]`."""
+        queries = self._heads(queries)
         if hasattr(attention, "q_norm"):
             queries = attention.q_norm(queries)
         queries = self._rotated(queries, step.keep).transpose(0, 1)
         keys, values = self.keys[step.layer][0], self.values[step.layer][0]
         mixed = attend(queries, keys, values, step.keep, attention.scaling)
-        out: Tensor = attention.o_proj(mixed.transpose(0, 1).reshape(1, count(step.keep), -1))
-        return out[0]
+        return mixed.transpose(0, 1).flatten(1)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        """`[1, rows, heads * D]` to `[rows, heads, D]`."""
-        return projected.view(projected.shape[1], -1, self._geometry.head_dim)
+        """`[rows, heads * D]` to `[rows, heads, D]`."""
+        return projected.view(projected.shape[0], -1, self._geometry.head_dim)
 
     def _rotated(self, x: Tensor, rows: Ranges) -> Tensor:
         if self._turned[0] != rows:
@@ -150,3 +148,37 @@ class PromptPass:
         half = x.shape[-1] // 2
         turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
         return x * cos + turned * sin
+
+
+def run_layer(passes: Sequence[PromptPass], steps: Sequence[LayerStep], hidden: Sequence[Tensor]) -> list[Tensor]:
+    """`vlcache.prefill.RunLayer` of passes on one model: their rows share each linear layer."""
+    module = passes[0]._decoder.layers[steps[0].layer]
+    attention = module.self_attn
+    sizes = [count(step.rows) for step in steps]
+    joined = _joined(hidden)
+    normed = module.input_layernorm(joined[None])[0]
+    keys, values = (torch.split(project(normed[None])[0], sizes) for project in (attention.k_proj, attention.v_proj))
+    for one, step, k, v in zip(passes, steps, keys, values, strict=True):
+        one._write_fresh(step, attention, k, v)
+    for one in passes:
+        one._copy_from_leader(steps[0].layer)
+    if any(step.keep != step.rows for step in steps):
+        stay = [places(step.keep, step.rows) for step in steps]
+        joined, normed = (
+            _joined([take(part, some) for part, some in zip(torch.split(tensor, sizes), stay, strict=True)])
+            for tensor in (joined, normed)
+        )
+        sizes = [count(step.keep) for step in steps]
+    queries = torch.split(attention.q_proj(normed[None])[0], sizes)
+    mixed = [one._attend(step, attention, q) for one, step, q in zip(passes, steps, queries, strict=True)]
+    joined = joined + attention.o_proj(_joined(mixed)[None])[0]
+    joined = joined + module.mlp(module.post_attention_layernorm(joined[None]))[0]
+    out = list(torch.split(joined, sizes))
+    for one, step, rows in zip(passes, steps, out, strict=True):
+        if step.layer < one.geometry.deepstack:
+            one._at_vision(rows, step.keep, 1 + step.layer, add=True)
+    return out
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -6,31 +6,21 @@ request -> spans -> lookup -> plan -> selective prefill -> (decode by `generate`
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlcache.capture import Checkpoints, capture
+from vlcache.capture import capture
 from vlcache.config import Config, load_config
 from vlcache.engines.transformers.adapter import PromptPass
 from vlcache.engines.transformers.encoder import encode
 from vlcache.engines.transformers.handoff import FirstCall, PrefilledCache, cache_argument
-from vlcache.engines.transformers.pictures import Media, Reader, media_from_inputs, processor_fingerprint
-from vlcache.engines.transformers.prompt import (
-    Prompt,
-    build_prompt,
-    check_continuation,
-    expand_text,
-    longer,
-    picture_sources,
-    render,
-    vision_tokens,
-)
+from vlcache.engines.transformers.pictures import Media, Reader
+from vlcache.engines.transformers.prompt import Prompt, check_alike, check_continuation, longer
+from vlcache.engines.transformers.request import Request, prompt_ids, read_request
+from vlcache.engines.transformers.run import Scored, run_plans
 from vlcache.engines.transformers.support import describe
 from vlcache.engines.transformers.weights import WeightsWatch
 from vlcache.errors import ConfigError, InputError
@@ -39,8 +29,7 @@ from vlcache.keys import scope
 from vlcache.lookup import Found, find, keep, pinned, reusable
 from vlcache.plan import Plan, make_plan, plan_span
 from vlcache.policies import Policy, parse_policy
-from vlcache.prefill import place, selective_prefill
-from vlcache.report import Counters, Report, report_spans, reused_rows
+from vlcache.report import Clock, Counters, Report, report_spans, reused_rows
 from vlcache.store import MemoryStore, Store
 from vlcache.types import EntryKey, Header, Span
 
@@ -220,50 +209,71 @@ class VLCache:
         MediaError, InputError, ConfigError
             As for `prefill`; a prompt without pictures; a continuation that is empty or not text.
         """
-        check_continuation(self._model, continuation)
+        chosen = self.policy if policy is None else policy
+        return self.score_each([request], [continuation], [chosen], **template)[0][0].logits
+
+    @torch.no_grad()
+    def score_each(
+        self,
+        requests: Sequence[Sequence[Mapping[str, Any]] | Mapping[str, Any]],
+        continuations: Sequence[Sequence[int]],
+        policies: Sequence[str | Policy],
+        **template: Any,
+    ) -> list[list[Scored]]:
+        """`score` of several questions about the same pictures under several policies, side by side.
+
+        Holds K/V of every request under every policy at once. `counters` count each of them.
+
+        Parameters
+        ----------
+        requests : sequence
+            At least one. Several are equal up to the end of their last picture and have text behind it.
+        continuations : sequence of sequence of int
+            By request.
+        policies : sequence of str or Policy
+            At least one.
+
+        Returns
+        -------
+        list of list of Scored
+            By request and policy. `last` is the last one's report.
+
+        Raises
+        ------
+        MediaError, InputError, ConfigError
+            As for `score`; requests that differ earlier.
+        """
+        if not policies:
+            raise ConfigError("no policy to score under; give at least one")
+        if not requests or len(requests) != len(continuations):
+            raise InputError(f"{len(requests)} requests and {len(continuations)} continuations; give one for each")
+        for continuation in continuations:
+            check_continuation(self._model, continuation)
+        rules = [_policy(policy) for policy in policies]
         with self._lock:
             self._check_open()
             self._check_weights()
-            clock = _Clock()
-            read = self._read(request, template, clock)
-            if read.prompt is None:
-                raise InputError("the prompt has no picture; call the model itself")
-            prompt = longer(read.prompt, continuation[:-1])
-            chosen = self.policy if policy is None else _policy(policy)
-            _, logits = self._run(prompt, read, chosen, clock, len(continuation))
-            return logits
+            clock = Clock()
+            reads = [
+                read_request(request, template, self._model, self._processor, self._reader, clock)
+                for request in requests
+            ]
+            prompts = []
+            for read, continuation in zip(reads, continuations, strict=True):
+                if read.prompt is None:
+                    raise InputError("the prompt has no picture; call the model itself")
+                prompts.append(longer(read.prompt, continuation[:-1]))
+            check_alike(prompts)
+            _, scored = self._run(prompts, reads[0], rules, clock, [len(some) for some in continuations])
+            return scored
 
     def _prefill(self, request: Any, policy: Policy, template: dict[str, Any]) -> dict[str, Any]:
-        clock = _Clock()
-        read = self._read(request, template, clock)
+        clock = Clock()
+        read = read_request(request, template, self._model, self._processor, self._reader, clock)
         if read.prompt is None:
             return self._text_only(read.inputs, policy)
-        work, logits = self._run(read.prompt, read, policy, clock, 1)
-        return self._hand_over(read.prompt, work, logits)
-
-    def _read(self, request: Any, template: dict[str, Any], clock: _Clock) -> _Read:
-        settings = processor_fingerprint(self._processor.image_processor)
-        inputs = request if isinstance(request, Mapping) else None
-        with clock.stage("media"):
-            if inputs is not None:
-                media = media_from_inputs(inputs, settings)
-            else:
-                sources, messages = picture_sources(request)
-                media = self._reader.read(sources, self._processor.image_processor, settings)
-        with clock.stage("tokens"):
-            if inputs is None:
-                text = render(self._processor, messages, **template)
-                tokens = [vision_tokens(self._model, m.grid) for m in media]
-                text = expand_text(text, self._processor.image_token, tokens)
-                if not media:
-                    return _Read(settings, (), None, self._processor(text=[text], return_tensors="pt"))
-                ids = self._processor.tokenizer([text], return_tensors="pt")["input_ids"][0]
-            else:
-                if not media:
-                    return _Read(settings, (), None, inputs)
-                ids = _one_prompt(inputs)
-            prompt = build_prompt(self._model, ids.cpu(), [m.content for m in media], [m.grid for m in media])
-        return _Read(settings, tuple(media), prompt, {})
+        work, ((scored,),) = self._run([read.prompt], read, [policy], clock, [1])
+        return self._hand_over(read.prompt, work, scored.logits)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -278,56 +288,75 @@ class VLCache:
 
     def _text_only(self, inputs: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
         """Inputs without pictures, as they are: any number of prompts, padded or not."""
-        ids = _ids(inputs)
+        ids = prompt_ids(inputs)
         if bool((ids == self._model.config.image_token_id).any()):
             raise InputError("the prompt has vision tokens but no pixel_values; pass the processor's output as it is")
         self.last = Report((), policy.name, int(ids.shape[-1]))
         return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
     def _run(
-        self, prompt: Prompt, read: _Read, policy: Policy, clock: _Clock, wanted: int
-    ) -> tuple[PromptPass, Tensor]:
-        """Fill the K/V of a prompt, and the logits of its last `wanted` rows, `[wanted, vocabulary]`."""
-        geometry, total = self._geometry, len(prompt.ids)
-        headers = [self._header(span, read.settings) for span in prompt.spans]
+        self, prompts: Sequence[Prompt], read: Request, policies: Sequence[Policy], clock: Clock, wanted: Sequence[int]
+    ) -> tuple[PromptPass, list[list[Scored]]]:
+        """Fill the K/V of prompts, which differ behind their pictures only, under each policy.
+
+        Returns a pass over the first one, and by prompt and policy the logits of its last `wanted` rows.
+        """
+        first, layers = prompts[0], self._geometry.layers
+        headers = [self._header(span, read.settings) for span in first.spans]
         with pinned(self.store, headers):
             with clock.stage("lookup"):
                 found = find(self.store, headers)
-                prefix, begin = self._prefixes.longest(prompt.ids[: total - wanted], prompt.spans)
-                reused = reusable(prompt.spans, found.entries, begin)
+                prefix, begin = self._prefixes.longest(first.ids[: len(first.ids) - wanted[0]], first.spans)
+                if len(prompts) > 1:
+                    begin = min(begin, first.spans[-1].stop)
+                reused = reusable(first.spans, found.entries, begin)
                 checkpoints = {content: tuple(sorted(e.checkpoints)) for content, e in found.entries.items()}
-                plan = make_plan(policy, reused, checkpoints, begin, total, geometry.layers, wanted)
-            with clock.stage("encode"):
-                encoded = self._encode(prompt.spans, read.media, found, begin)
-            with clock.stage("prefill"):
-                work = PromptPass(self._model, geometry, prompt.ids, prompt.positions, prompt.spans, encoded)
-                if prefix is not None:
-                    work.fill(prefix.keys, prefix.values, begin)
-                positions = prompt.positions.to(self._device)
-                placed = [
-                    place(found.entries[s.content], s, positions[:, s.start : s.stop], geometry.rope) for s in reused
+                plans = [
+                    [make_plan(policy, reused, checkpoints, begin, len(prompt.ids), layers, n) for policy in policies]
+                    for prompt, n in zip(prompts, wanted, strict=True)
                 ]
-                watch = Checkpoints(plan, self.config.checkpoint_layers)
-                hidden = selective_prefill(work, plan, placed, watch)
-                logits: Tensor = self._model.lm_head(self._model.model.language_model.norm(hidden[None]))[0]
+            with clock.stage("encode"):
+                encoded = self._encode(first.spans, read.media, found, begin)
+            with clock.stage("prefill"):
+                ran = run_plans(
+                    self._model,
+                    self._geometry,
+                    prompts,
+                    encoded,
+                    plans,
+                    found.entries,
+                    prefix,
+                    self.config.checkpoint_layers,
+                )
                 _synchronize(self._device)
         with clock.stage("store"):
-            new = capture(work, plan, prompt.spans, headers, encoded, prompt.positions, found.entries, watch)
+            new = capture(ran.work, ran.plan, first.spans, headers, encoded, first.positions, found.entries, ran.watch)
             faults = keep(self.store, new)
-            self._keep_prefix(prompt, plan, work)
-        spans = report_spans(plan, prompt.spans, found.entries)
-        self.counters.add(spans, found.rejects + faults)
-        token_bytes = 2 * geometry.kv_heads * geometry.head_dim * logits.element_size()
-        self.last = Report(
-            spans=spans,
+            self._keep_prefix(first, ran.plan, ran.work)
+        self.counters.reject(found.rejects + faults)
+        scored = [
+            [
+                Scored(rows, self._report(policy, plan, first.spans, found, clock))
+                for policy, plan, rows in zip(policies, its, logits, strict=True)
+            ]
+            for its, logits in zip(plans, ran.logits, strict=True)
+        ]
+        for one in (one for some in scored for one in some):
+            self.counters.add(one.report.spans)
+            self.last = one.report
+        return ran.work, scored
+
+    def _report(self, policy: Policy, plan: Plan, spans: Sequence[Span], found: Found, clock: Clock) -> Report:
+        token_bytes = 2 * self._geometry.kv_heads * self._geometry.head_dim * self._model.dtype.itemsize
+        return Report(
+            spans=report_spans(plan, spans, found.entries),
             policy=policy.name,
-            prompt_tokens=total,
-            exact_prefix_tokens=begin,
+            prompt_tokens=plan.end,
+            exact_prefix_tokens=plan.begin,
             rows=plan.rows_per_layer(),
             moved_bytes=reused_rows(plan) * token_bytes,
             seconds=dict(clock.seconds),
         )
-        return work, logits
 
     def _header(self, span: Span, settings: str) -> Header:
         dtype, tenant = str(self._model.dtype), self.config.cache_salt
@@ -373,57 +402,8 @@ class VLCache:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A request as read: its pictures and its prompt; without pictures no prompt, and the inputs as they are."""
-
-    settings: str
-    media: tuple[Media, ...]
-    prompt: Prompt | None
-    inputs: Mapping[str, Any]
-
-
-class _Clock:
-    """Wall seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
 def _policy(given: str | Policy) -> Policy:
     return parse_policy(given) if isinstance(given, str) else given
-
-
-def _ids(inputs: Mapping[str, Any]) -> Tensor:
-    ids = inputs.get("input_ids")
-    if not isinstance(ids, Tensor):
-        raise InputError("the inputs have no input_ids tensor; call the processor with return_tensors='pt'")
-    return ids
-
-
-def _one_prompt(inputs: Mapping[str, Any]) -> Tensor:
-    """The ids of a processor's output, `[T]`.
-
-    Raises
-    ------
-    InputError
-        Several prompts, or padding.
-    """
-    ids = _ids(inputs)
-    if ids.ndim == 2 and ids.shape[0] != 1:
-        raise InputError(f"the inputs hold {ids.shape[0]} prompts; prefill one at a time")
-    mask = inputs.get("attention_mask")
-    if isinstance(mask, Tensor) and not bool(mask.all()):
-        raise InputError("the prompt is padded; tokenise it without padding")
-    return ids.reshape(-1)
 
 
 def _synchronize(device: torch.device) -> None:

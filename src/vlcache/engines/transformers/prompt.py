@@ -15,6 +15,7 @@ from vlcache.types import Span
 __all__ = [
     "Prompt",
     "build_prompt",
+    "check_alike",
     "check_continuation",
     "expand_text",
     "longer",
@@ -184,6 +185,18 @@ def check_continuation(model: Any, ids: Sequence[int]) -> None:
     beyond = [i for i in ids if not 0 <= i < known]
     if beyond:
         raise InputError(f"the continuation holds token {beyond[0]}, the vocabulary has {known}")
+
+
+def check_alike(prompts: Sequence[Prompt]) -> None:
+    """Raise InputError unless prompts are equal up to the end of their last picture, and go on behind it."""
+    first, *others = prompts
+    stop = first.spans[-1].stop
+    for number, prompt in enumerate(prompts if others else (), 1):
+        if len(prompt.ids) == prompt.spans[-1].stop:
+            raise InputError(f"prompt {number} ends with its picture; score it alone")
+    for number, other in enumerate(others, 2):
+        if other.spans != first.spans or not torch.equal(other.ids[:stop], first.ids[:stop]):
+            raise InputError(f"prompts 1 and {number} differ before the end of their pictures; score them apart")
 
 
 def longer(prompt: Prompt, ids: Sequence[int]) -> Prompt:
