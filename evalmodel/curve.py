@@ -26,7 +26,7 @@ def plot(log: Path, target: Path) -> None:
     _line(middle, [row["step"] for row in answers], [row["loss"] for row in answers], "loss")
     middle.set_xlabel("answers: step")
     for family in FAMILIES:
-        seen = [row for row in answers if row[family] > 0]
+        seen = [row for row in answers if row.get(family, 0) > 0]
         _line(right, [row["step"] for row in seen], [row[family] for row in seen], family)
     right.set_xlabel("answers: step")
     right.set_title("share of answer tokens right, latest lessons", fontsize=8)

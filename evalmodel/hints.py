@@ -3,7 +3,7 @@
 A legend before a board makes each color mean an animal; a number in a table belongs to its row; a question before the
 picture asks for this cell. Read off the cells themselves, two thirds through the layers, this gives every cell a lesson
 where an answer gives one to a whole prompt, and early enough for the rows behind it. And who is asked what a tile means
-should look at the tile: the row that answers thinks of its color first.
+should look at the tile: the row that answers thinks of its color first, and of what the tile's cell stands for.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from evalmodel.questions import ANIMALS, ROWS, Item, meanings
 
 __all__ = ["KINDS", "WORDS", "Hint", "cell_hints", "tile_color"]
 
-KINDS = ("means", "asked", "tile")
-"""What a cell stands for; whether the question before the picture asks for it; the color of the tile that a question
-about meanings names."""
+KINDS = ("means", "asked", "tile", "answer")
+"""What a cell stands for; whether the question before the picture asks for it. Of a row that answers what a tile means:
+the tile's color, and its meaning."""
 WORDS = tuple(f" {word}" for word in (*ANIMALS, *ROWS, *COLORS, "yes", "no"))
 """All that hints are made of."""
 

@@ -75,9 +75,10 @@ def make_lesson(family: str, tokenizer: Any, rng: random.Random, size: Size, ask
     ]
     if family != "question_first":
         answers = [i for i in range(1, len(ids)) if labels[i] != IGNORED and labels[i - 1] == IGNORED]
-        for place, question in zip(answers, [item.question, *(question for question, _ in more)], strict=True):
+        for place, (question, answer) in zip(answers, [(item.question, item.answer), *more], strict=True):
             if color := tile_color(item, question):
                 words.append((place - 1, KINDS.index("tile"), f" {color}"))
+                words.append((place - 1, KINDS.index("answer"), f" {answer}"))
     hinted = [(at, kind, tokenizer(word, add_special_tokens=False).input_ids[0]) for at, kind, word in words]
     pictures += [picture for one in items for picture in one.pictures]
     return Lesson(family, ids, labels, tuple(pictures), hinted)

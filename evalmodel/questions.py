@@ -67,7 +67,7 @@ class Item:
 class Size:
     """How hard: tiles on a board at most, and whether canvases are tight."""
 
-    largest: int = 9
+    largest: int = 6
     tight: bool = False
 
 
@@ -135,12 +135,12 @@ def ask(content: Board | Table | Form, rng: random.Random) -> tuple[str, str]:
 
 def table(rng: random.Random) -> Table:
     columns = rng.sample(_COLUMNS, rng.choice((2, 3)))
-    rows = rng.sample(ROWS, rng.choice((2, 3, 4)))
+    rows = rng.sample(ROWS, rng.choice((2, 3)))
     return Table(tuple(columns), tuple(rows), tuple(tuple(rng.randint(1, 9) for _ in columns) for _ in rows))
 
 
 def form(rng: random.Random) -> Form:
-    labels = rng.sample(list(_FIELDS), rng.choice((3, 4, 5)))
+    labels = rng.sample(list(_FIELDS), rng.choice((3, 4)))
     return Form(tuple((label, rng.choice(_FIELDS[label])) for label in labels))
 
 
@@ -197,7 +197,7 @@ def meanings(text: str) -> dict[str, str]:
 
 
 def _legend(rng: random.Random, size: Size) -> Item:
-    content = board(rng, min(size.largest, 6), colors=rng.choice((2, 3)))
+    content = board(rng, size.largest, colors=rng.choice((2, 3)))
     color, letter, _ = rng.choice(_tiles(content))
     colors = sorted({tile[0] for tile in _tiles(content)})
     rng.shuffle(colors)
@@ -211,9 +211,9 @@ def _legend(rng: random.Random, size: Size) -> Item:
 
 def _compare(rng: random.Random, size: Size) -> Item:
     letters = "".join(rng.sample(LETTERS, len(LETTERS)))
-    first = board(rng, min(size.largest, 6), letters[:12])
+    first = board(rng, size.largest, letters[:12])
     shared = rng.choice(_tiles(first))[1]
-    second = board(rng, min(size.largest, 6), letters[12:])
+    second = board(rng, size.largest, letters[12:])
     tiles = [list(row) for row in second.tiles]
     row = rng.choice(tiles)
     at = rng.randrange(len(row))
@@ -230,7 +230,7 @@ def _compare(rng: random.Random, size: Size) -> Item:
 
 
 def _two_hop(rng: random.Random, size: Size) -> Item:
-    content = board(rng, min(size.largest, 6), colors=rng.choice((2, 3)))
+    content = board(rng, size.largest, colors=rng.choice((2, 3)))
     color, letter, _ = rng.choice(_tiles(content))
     colors = sorted({tile[0] for tile in _tiles(content)})
     rng.shuffle(colors)

@@ -32,7 +32,7 @@ READING = 1.0
 """Weight of reading cells beside answering, in the second stage."""
 HINTS = 1.0
 """Weight of what cells should make the decoder think of."""
-HINTED_AFTER = {"means": 20, "asked": 20, "tile": 24}
+HINTED_AFTER = {"means": 20, "asked": 20, "tile": 24, "answer": 26}
 """Layers of the decoder behind which hints of a kind are read. Its heads that look for what followed the same word
 earlier are in the 18th and 19th, and answers are looked up from the 22nd to the 24th: what a cell learns about itself
 later than that is of no use to them."""
@@ -83,8 +83,8 @@ class Course:
     def lessons(self, step: int, tokenizer: Any, tokens: int) -> list[Lesson]:
         """Lessons of similar length, `tokens` in all with padding."""
         rng = generator("train", self._seed, step)
-        most = 4 if step < 150 else 6 if step < 300 else 9
-        tight = 0.9 if step < 350 else 0.6
+        most = 4 if step < 150 else 6
+        tight = 0.9 if step < 350 else 0.6 if step < 1200 else 0.45
         open_now = [f for f in FAMILIES if step >= (80 if f in ("compare", "legend", "two_hop") else 0)]
         weights = [1.1 - min(1.0, self.mean(family)) for family in open_now]
         pool = []

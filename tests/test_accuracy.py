@@ -19,7 +19,7 @@ from evalmodel.questions import ASKED_AGAIN
 from vlcache import ConfigError, VLCacheError
 from vlcache.bench.accuracy import Outcome, Runner, sweep
 from vlcache.bench.checkpoints import TINY, save_checkpoint
-from vlcache.bench.tally import ALL, tally
+from vlcache.bench.tally import ALL, enough, tally
 from vlcache.bench.tileworld import find_model, tileworld_plan, tileworld_trial
 from vlcache.bench.trials import Trial
 from vlcache.cli import cli
@@ -159,6 +159,31 @@ def test_rows_are_shares_with_their_intervals() -> None:
     assert (rows["g", "c"].accuracy_low, rows[ALL, "c"].items) == (pytest.approx(0, abs=1e-9), 11)
 
 
+def test_the_smallest_ratio_that_is_enough_holds_for_all_larger_ones() -> None:
+    def some(policy: str, lost: int, change: str = "c") -> list[Outcome]:
+        return [outcome(policy, change=change, correct=n >= lost) for n in range(200)]
+
+    rows = tally(
+        [
+            *some("none", 9),
+            *some("prefix:0.01,1", 1),
+            *some("prefix:0.05,1", 2),
+            *some("prefix:0.2,1", 1),
+            *some("prefix:0.5,1", 0),
+            *some("full", 0),
+            *some("prefix:0.02", 0),  # computes four tokens at least
+            *some("layered:1,0", 0),
+            *some("none", 1, "d"),
+            *some("full", 0, "d"),
+            *some("full", 3, "e"),
+        ]
+    )
+    # One of 200 is within half a point, two are not
+    found = enough(rows)
+    assert (found["c"], found["d"]) == (0.2, 0.0)
+    assert "e" not in found
+
+
 def test_items_are_dealt_evenly_to_the_changes_of_a_family() -> None:
     plan = list(tileworld_plan(9, ["lookup", "compare"], ["none", "system", "swapped"]))
     dealt = Counter((family, change) for family, change, _ in plan)
@@ -243,6 +268,7 @@ def test_a_run_leaves_a_folder_and_ends_with_json(checkpoint: Path, tmp_path: Pa
     assert done.exit_code == 0, done.output
     result = json.loads(done.output.splitlines()[-1])
     assert {"rows", "seconds", "commit", "skipped"} <= set(result)
+    assert result["within_half_a_point"].keys() <= {"system", "legend", "all"}
     wanted = {"policy", "family", "change", "items", "accuracy", "full_accuracy", "agreement", "agreement_low", "kl"}
     assert all(wanted | {"computed_share"} <= set(row) for row in result["rows"])
     assert {row["policy"] for row in result["rows"]} == {"full", "layered:1,0.5,0,0", "none"}

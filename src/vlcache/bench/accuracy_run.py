@@ -19,7 +19,7 @@ from vlcache.bench.accuracy import Outcome, Runner
 from vlcache.bench.machine import describe_run
 from vlcache.bench.plots import plot_pareto
 from vlcache.bench.rows import Skipped
-from vlcache.bench.tally import ALL, Row, tally
+from vlcache.bench.tally import ALL, Row, enough, tally
 from vlcache.bench.tileworld import NAME, tileworld_plan, tileworld_trial
 from vlcache.bench.trials import Trial
 from vlcache.errors import ConfigError
@@ -129,6 +129,7 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
     asked = len({outcome.trial.rpartition("/")[0] for outcome in outcomes})
     result = {
         "rows": [row.to_dict() for row in rows],
+        "within_half_a_point": enough(rows),
         "skipped": len(skipped),
         "skipped_share": round(len(skipped) / (len(skipped) + asked), 5),
         "skipped_files": sum(one.whole_file for one in skipped),
@@ -140,6 +141,9 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
         console.print(f"wrote {path}", markup=False)
     for table in _tables(rows):
         console.print(table)
+    if ratios := result["within_half_a_point"]:
+        written = ", ".join(f"{change} {ratio:.0%}" for change, ratio in ratios.items())
+        console.print(f"prefix is within 0.5 points of full recompute from this ratio on: {written}", markup=False)
     return result
 
 

@@ -12,7 +12,7 @@ from scipy.stats import binomtest, bootstrap
 
 from vlcache.bench.accuracy import Outcome
 
-__all__ = ["ALL", "Row", "tally"]
+__all__ = ["ALL", "Row", "enough", "tally"]
 
 ALL = "all"
 """In a row's family or change: pooled over them."""
@@ -74,6 +74,34 @@ def tally(outcomes: Iterable[Outcome]) -> list[Row]:
             groups[one.policy, family, change].append(one)
     rows = [_row(*key, group) for key, group in groups.items()]
     return sorted(rows, key=lambda row: (row.family == ALL) + (row.change == ALL))
+
+
+def enough(rows: Iterable[Row], most_lost: float = 0.005) -> dict[str, float]:
+    """By change, the smallest ratio of `prefix` from which on no ratio of the sweep loses more, pooled over families.
+
+    `none` is ratio 0 and `full` is 1; a `prefix` whose least number of tokens is not 1 is left out. Changes under
+    which even the largest ratio loses more are left out, too.
+    """
+    lost: dict[str, dict[float, float]] = defaultdict(dict)
+    for row in rows:
+        ratio = _ratio(row.policy)
+        if row.family == ALL and ratio is not None:
+            lost[row.change][ratio] = row.lost
+    found = {}
+    for change, by_ratio in lost.items():
+        for ratio in sorted(by_ratio, reverse=True):
+            if by_ratio[ratio] > most_lost:
+                break
+            found[change] = ratio
+    return found
+
+
+def _ratio(policy: str) -> float | None:
+    if policy in ("none", "full"):
+        return float(policy == "full")
+    name, _, numbers = policy.partition(":")
+    ratio, _, least = numbers.partition(",")
+    return float(ratio) if name == "prefix" and least == "1" else None
 
 
 def _row(policy: str, family: str, change: str, group: Sequence[Outcome]) -> Row:
