@@ -25,13 +25,13 @@ __all__ = [
     "table",
 ]
 
-ANIMALS = ("cat", "dog", "fish", "bird", "horse", "lion", "bear", "wolf")
+ANIMALS = ("cat", "dog", "fish", "bird", "horse", "lion", "wolf")
 ROWS = ("apple", "milk", "bread", "rice", "salt", "corn", "soup", "meat")
 _COLUMNS = ("price", "size", "count", "year", "rank", "age", "weight")
 _FIELDS = {
-    "name": ("Anna", "Tom", "Mary", "John", "Sam", "Max", "Paul", "Jack"),
+    "name": ("Anna", "Tom", "Mary", "John", "Sam", "Paul", "Jack"),
     "city": ("Paris", "London", "Rome", "Boston"),
-    "color": tuple(COLORS),
+    "color": tuple(color for color in COLORS if color != "black"),  # too like blue in small print
     "pet": ANIMALS,
     "food": ROWS,
     "day": ("Monday", "Friday", "Sunday"),

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vlcache.engines.transformers.load import torchvision_imports
 
-__all__ = ["SCALING", "checkpoint", "home", "merge", "pack", "plain", "shipped", "unpack"]
+__all__ = ["SCALING", "checkpoint", "home", "merge", "pack", "plain", "shipped", "shipped_step", "unpack"]
 
 SCALING = 2.0
 """Of the adapters: alpha over rank."""
@@ -92,6 +92,14 @@ def shipped() -> dict[str, Tensor]:
 
     with as_file(files("evalmodel") / "weights" / "tileworld.safetensors") as path:
         return load_file(path)
+
+
+def shipped_step() -> int:
+    """The step of the training that they come from."""
+    from safetensors import safe_open
+
+    with as_file(files("evalmodel") / "weights" / "tileworld.safetensors") as path, safe_open(path, "pt") as file:
+        return int(file.metadata()["step"])
 
 
 def home() -> Path:

@@ -126,10 +126,11 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
     if not outcomes and not skipped:
         raise ConfigError("no trial was run; check --families, --changes and the data")
     rows = tally(outcomes)
+    ratios = enough(rows)
     asked = len({outcome.trial.rpartition("/")[0] for outcome in outcomes})
     result = {
         "rows": [row.to_dict() for row in rows],
-        "within_half_a_point": enough(rows),
+        "within_half_a_point": ratios,
         "skipped": len(skipped),
         "skipped_share": round(len(skipped) / (len(skipped) + asked), 5),
         "skipped_files": sum(one.whole_file for one in skipped),
@@ -141,7 +142,7 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
         console.print(f"wrote {path}", markup=False)
     for table in _tables(rows):
         console.print(table)
-    if ratios := result["within_half_a_point"]:
+    if ratios:
         written = ", ".join(f"{change} {ratio:.0%}" for change, ratio in ratios.items())
         console.print(f"prefix is within 0.5 points of full recompute from this ratio on: {written}", markup=False)
     return result
