@@ -43,11 +43,15 @@ def _pages() -> dict[str, Image.Image]:
         (("red", "K", 7), ("blue", "M", 2), ("red", "P", 5)),
         (("green", "A", 1), ("red", "T", 8), ("blue", "Z", 3)),
     )
+    others = (
+        (("black", "C", 4), ("purple", "T", 6), ("orange", "G", 9)),
+        (("yellow", "R", 2), ("red", "H", 1), ("green", "W", 3)),
+    )
     contents: dict[str, Any] = {
         "form": pictures.Form(form),
         "table": pictures.Table(("price", "weight"), ("apple", "milk", "bread"), prices),
         "board": pictures.Board(tiles),
-        "key": pictures.Form((("red", "cat"), ("blue", "lion"), ("green", "horse"))),
+        "other board": pictures.Board(others),
     }
     rng = random.Random(0)
     return {name: pictures.draw(content, rng, canvas=(16, 16)).image for name, content in contents.items()}
@@ -68,7 +72,8 @@ def _said(text: str) -> dict[str, Any]:
 
 def _story() -> list[_Step]:
     pages = _pages()
-    form, table, board, key = pages.values()
+    form, table, board, other = pages.values()
+    shared = "Which tile is in both pictures?"
     talk = ({"role": "user", "content": "Are you ready?"}, _said("Yes, go on."))
     city = (_user([form], "What is the city?"), _said("Paris"))
     photograph = Image.open(str(files("vlcache.assets") / "coffee.jpg"))
@@ -82,8 +87,8 @@ def _story() -> list[_Step]:
         _Step("board, after the form", _chat(_FIRST, [board], "What number is on tile T?", *city), "8"),
         _Step("table, after a photograph (new)", _chat(_FIRST, [table], "What is the weight of bread?", *kept), "4"),
         _Step("board, after the photograph", _chat(_SECOND, [board], "What number is on tile T?", *kept), "8"),
-        _Step("key (new) and board", _chat(_FIRST, [key, board], "What does tile M mean?"), "lion"),
-        _Step("board and key, swapped", _chat(_SECOND, [board, key], "What does tile A mean?"), "horse"),
+        _Step("board, other board (new)", _chat(_FIRST, [board, other], shared), "T"),
+        _Step("the boards, swapped", _chat(_SECOND, [other, board], shared), "T"),
     ]
 
 
