@@ -58,13 +58,16 @@ def make_lesson(family: str, tokenizer: Any, rng: random.Random, size: Size, ask
         turns += [user("", (picture,), question), assistant(answer)]
         pictures.append(picture)
     chat = [*prompt(item, rng.choice(SYSTEMS), turns), assistant(item.answer)]
+    said = [(item.question, item.answer)]
     if family == "question_first":
         items += [make_item(family, rng, size) for _ in range(asked - 1)]
+        said += [(other.question, other.answer) for other in items[1:]]
         for other in items[1:]:
             chat += [user(other.before, other.pictures, other.question), assistant(other.answer)]
-    more = [] if family == "question_first" else _more(item, rng, asked - 1)
-    for question, answer in more:
-        chat += [user("", (), question), assistant(answer)]
+    else:
+        said += _more(item, rng, asked - 1)
+        for question, answer in said[1:]:
+            chat += [user("", (), question), assistant(answer)]
     ids, labels = encode_chat(tokenizer, chat, learnt_from=1 + len(turns))
     begins = [i + 1 for i, token in enumerate(ids) if token == tokenizer.convert_tokens_to_ids("<|vision_start|>")]
     found = (about for one in items for about in cell_hints(one))
@@ -73,12 +76,11 @@ def make_lesson(family: str, tokenizer: Any, rng: random.Random, size: Size, ask
         for begin, about in zip(begins[len(pictures) :], found, strict=True)
         for hint in about
     ]
-    if family != "question_first":
-        answers = [i for i in range(1, len(ids)) if labels[i] != IGNORED and labels[i - 1] == IGNORED]
-        for place, (question, answer) in zip(answers, [(item.question, item.answer), *more], strict=True):
-            if color := tile_color(item, question):
-                words.append((place - 1, KINDS.index("tile"), f" {color}"))
-                words.append((place - 1, KINDS.index("answer"), f" {answer}"))
+    answers = [i for i in range(1, len(ids)) if labels[i] != IGNORED and labels[i - 1] == IGNORED]
+    for place, (question, answer) in zip(answers, said, strict=True):
+        if color := tile_color(item, question):
+            words.append((place - 1, KINDS.index("tile"), f" {color}"))
+            words.append((place - 1, KINDS.index("answer"), f" {answer}"))
     hinted = [(at, kind, tokenizer(word, add_special_tokens=False).input_ids[0]) for at, kind, word in words]
     pictures += [picture for one in items for picture in one.pictures]
     return Lesson(family, ids, labels, tuple(pictures), hinted)

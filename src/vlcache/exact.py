@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vlcache.types import Span
 
-__all__ = ["ExactPrefix", "ExactPrefixes", "cut"]
+__all__ = ["ExactPrefix", "ExactPrefixes", "common_tokens", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,7 @@ class ExactPrefix:
 
     def common(self, ids: Tensor, spans: Sequence[Span]) -> int:
         """Tokens from the start that are the same, up to the edge of a picture rather than into it."""
-        n = min(len(self.ids), len(ids))
-        differ = (self.ids[:n] != ids[:n]).nonzero()
-        n = int(differ[0]) if len(differ) else n
+        n = common_tokens(self.ids, ids)
         mine = {span.start: span for span in self.spans}
         for span in spans:
             if span.start < n and (mine.get(span.start) != span or span.stop > n):
@@ -119,6 +117,13 @@ class ExactPrefixes:
     def clear(self) -> None:
         with self._lock:
             self._prefixes.clear()
+
+
+def common_tokens(one: Tensor, other: Tensor) -> int:
+    """How many token ids two prompts, `[T]` each, have in common from the start."""
+    n = min(len(one), len(other))
+    differ = (one[:n] != other[:n]).nonzero()
+    return int(differ[0]) if len(differ) else n
 
 
 def cut(tensor: Tensor, stop: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from vlcache.capture import Checkpoints
 from vlcache.engines.transformers.adapter import PromptPass, run_layer
 from vlcache.engines.transformers.prompt import Prompt
-from vlcache.exact import ExactPrefix
+from vlcache.exact import ExactPrefix, common_tokens
 from vlcache.plan import Plan
 from vlcache.prefill import Job, place, selective_prefill
 from vlcache.report import Report
@@ -95,7 +95,8 @@ def run_plans(
     jobs: list[Job] = []
     passes: list[PromptPass] = []
     device = model.get_input_embeddings().weight.device
-    watch: Checkpoints | None = None
+    leader, *others = sorted(dict.fromkeys(plans[0]), key=lambda plan: -plan.computed_until())
+    watch = Checkpoints(leader, checkpoint_layers)
 
     def add(prompt: Prompt, plan: Plan, source: int | None) -> int:
         work = PromptPass(model, geometry, prompt.ids, prompt.positions, prompt.spans, encoded)
@@ -110,15 +111,13 @@ def run_plans(
         passes.append(work)
         return len(jobs) - 1
 
-    leader, *others = sorted(dict.fromkeys(plans[0]), key=lambda plan: -plan.computed_until())
-    watch = Checkpoints(leader, checkpoint_layers)
     first = {leader: add(prompts[0], leader, None)}
     for plan in others:
         begin = min(plan.computed_until(), plan.want[0][0])
         first[plan] = add(prompts[0], plan.behind(begin), first[leader])
     where = [first]
     for prompt, its in zip(prompts[1:], plans[1:], strict=True):
-        same, mine = _common(prompts[0], prompt), {}
+        same, mine = common_tokens(prompts[0].ids, prompt.ids), {}
         for plan, like in zip(its, plans[0], strict=True):
             if plan not in mine:
                 mine[plan] = add(prompt, plan.behind(min(same, plan.want[0][0])), first[like])
@@ -128,10 +127,3 @@ def run_plans(
     by_job = torch.split(joined, [len(rows) for rows in hidden])
     logits = [[by_job[mine[plan]] for plan in its] for its, mine in zip(plans, where, strict=True)]
     return Ran(leader, passes[0], watch, logits)
-
-
-def _common(one: Prompt, other: Prompt) -> int:
-    """Tokens that two prompts have in common from the start."""
-    n = min(len(one.ids), len(other.ids))
-    differ = (one.ids[:n] != other.ids[:n]).nonzero()
-    return int(differ[0]) if len(differ) else n
