@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint bench bench-accuracy clean
+.PHONY: demo test lint bench bench-accuracy bench-store clean
 
 demo: $(VENV)/.ready
 	$(BIN)/vlcache demo
 
-test: $(VENV)/.ready
+test: $(VENV)/.ready $(VENV)/redis/redis-server
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.ready
@@ -30,9 +30,17 @@ $(VENV)/.ready: pyproject.toml constraints.txt tools/cpu_torchvision.py
 	$(BIN)/python -m evalmodel.weights
 	touch $@
 
-# About two hours on two cores
+# For the tests: the system's, or Debian's package unpacked there
+$(VENV)/redis/redis-server: tools/redis_server.sh $(VENV)/.ready
+	tools/redis_server.sh $(VENV)/redis
+
+# About 40 minutes on two cores
 bench-accuracy: $(VENV)/.ready
 	$(BIN)/vlcache bench accuracy --items 200
+
+# About 20 minutes on two cores
+bench-store: $(VENV)/redis/redis-server
+	tools/with_redis.sh $(VENV)/redis/redis-server $(BIN)/vlcache bench store
 
 clean:
 	rm -rf $(VENV)

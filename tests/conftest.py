@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from servers import RedisServer
 
 from vlcache import VLCache
 from vlcache.bench.checkpoints import TINY, build_model, build_processor
@@ -62,6 +63,14 @@ def one_lab() -> Lab:
     """One family, for what does not depend on it."""
     processor = build_processor(TINY["qwen2_5_vl"])
     return Lab("qwen2_5_vl", build_model(TINY["qwen2_5_vl"], processor.tokenizer), processor)
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server of the whole run's; who uses it empties it first."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
 
 
 @pytest.fixture

@@ -67,6 +67,15 @@ def test_doctor_prints_the_resolved_configuration() -> None:
     assert "Qwen3-VL" in text.stdout
 
 
+def test_doctor_prints_no_secret() -> None:
+    secrets = {"VLCACHE_REDIS_URL": "rediss://me:hush@host:6379/0", "VLCACHE_CACHE_SALT": "pepper"}
+    for flags in ([], ["--json"]):
+        out = vlcache("doctor", *flags, **secrets).stdout
+        assert "rediss://...@host:6379/0" in out
+        assert "hush" not in out
+        assert "pepper" not in out
+
+
 BAD = {
     "no such directory": (["ask", "PICTURE", "-q", "x", "--model", "/nowhere"], 2),
     "has no config.json": (["ask", "PICTURE", "-q", "x", "--model", "."], 2),

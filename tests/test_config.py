@@ -51,6 +51,13 @@ def test_every_option_can_be_set_in_every_layer(tmp_path: Path, option: str) -> 
         "max_image_pixels": ("1000", 1000),
         "cache_salt": ("tenant", "tenant"),
         "checkpoint_layers": ("4,8", (4, 8)),
+        "disk_path": ("/var/cache/vlcache", "/var/cache/vlcache"),
+        "disk_gb": ("7", 7.0),
+        "redis_url": ("redis://host", "redis://host"),
+        "redis_gb": ("9", 9.0),
+        "redis_ttl_s": ("60", 60.0),
+        "store_dtype": ("int8", "int8"),
+        "always_reuse": ("true", True),
     }[option]
     file_value = "[4, 8]" if option == "checkpoint_layers" else written
     expected = dataclasses.replace(Config(), **{option: value})

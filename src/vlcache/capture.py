@@ -52,6 +52,7 @@ def capture(
     positions: Tensor,
     known: Mapping[str, Entry],
     checkpoints: Checkpoints,
+    token_s: tuple[float, float] = (0.0, 0.0),
 ) -> Iterator[Entry]:
     """Entries for what a prompt has shown for the first time, copied to the CPU.
 
@@ -64,6 +65,8 @@ def capture(
     positions : Tensor, int64, `[A, T]`
     known : mapping of str to Entry
         What the lookup found; a full entry is not made again.
+    token_s : tuple of float
+        Seconds that a token took to encode and to prefill, 0 if unknown.
     """
     done = set()
     # Of a picture that stands in the prompt twice, the exact one first
@@ -86,6 +89,7 @@ def capture(
             values=values,
             checkpoints=checkpoints.of(span) if is_exact else {},
             created_s=time.time(),
+            cost_s=(token_s[0] + is_exact * token_s[1]) * span.length,
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from vlcache import __version__
+from vlcache.cli_cache import cache
 from vlcache.errors import ConfigError, UnsupportedModelError, VLCacheError
 
 __all__ = ["main"]
@@ -48,6 +49,11 @@ def cli() -> None:
 @click.option("--dtype", default="auto", show_default=True, type=_DType("auto"))
 @click.option("--memory-gb", type=float, help="Bound of the store of pictures; 0 turns it off, exact prefixes stay.")
 @click.option("--prefix-cache/--no-prefix-cache", default=None, help="Reuse earlier prompts' beginnings, exactly.")
+@click.option("--disk-path", type=click.Path(file_okay=False), help="Directory where entries outlive the process.")
+@click.option("--disk-gb", type=float, help="Bound of that directory; 0 turns it off.")
+@click.option("--redis-url", help="Server where entries are shared, redis://[user:password@]host[:port][/database].")
+@click.option("--store-dtype", help="How both keep K and V: raw, int8 or fp8.")
+@click.option("--always-reuse/--no-always-reuse", default=None, help="Load also where computing seems quicker.")
 @click.option("--cache-salt", help="Tenant: entries of another salt are invisible.")
 @_POLICY
 @_DEVICE
@@ -99,6 +105,9 @@ def demo(as_json: bool) -> None:
         click.echo(json.dumps(result))
 
 
+cli.add_command(cache)
+
+
 @cli.command()
 @_JSON
 def doctor(as_json: bool) -> None:
@@ -139,6 +148,25 @@ def ttft(policy: str | None, **options: Any) -> None:
     click.echo(json.dumps(run(Settings(**options))))
 
 
+@bench.command()
+@click.option("--shape", default="qwen2.5-vl-3b", show_default=True, help="As for ttft.")
+@click.option("--image-tokens", multiple=True, default=(256, 1008, 4096), show_default=True, type=click.IntRange(4))
+@click.option("--runs", default=7, show_default=True, type=click.IntRange(1))
+@click.option("--ttft-runs", default=3, show_default=True, type=click.IntRange(0), help="0 leaves them out.")
+@click.option("--dtype", default="bfloat16", show_default=True, type=_DType())
+@click.option("--disk-path", default="", metavar="DIR", help="Where the disk's tier is made, and removed again.")
+@click.option("--redis-url", default="", envvar="VLCACHE_REDIS_URL", help="Without it no server is measured.")
+@click.option("--store-dtype", default="raw", show_default=True, type=click.Choice(["raw", "int8", "fp8"]))
+@_POLICY
+def store(policy: str | None, **options: Any) -> None:
+    """What entries cost to keep and to bring back, from each tier, beside the raw medium and computing again."""
+    from vlcache.bench.store import Settings, run
+
+    if policy is not None:
+        options["policy"] = policy
+    click.echo(json.dumps(run(Settings(**options))))
+
+
 class _List(click.ParamType):  # type: ignore[type-arg]
     """Names between commas; numbers behind a comma belong to the name before them: `none,layered:1,0.5`."""
 
@@ -170,6 +198,13 @@ class _List(click.ParamType):  # type: ignore[type-arg]
 @click.option("--max-new-tokens", default=32, show_default=True, type=click.IntRange(1))
 @click.option("--max-pages", default=120, show_default=True, type=click.IntRange(1), help="Of a PDF document.")
 @click.option("--dpi", default=144, show_default=True, type=click.IntRange(1), help="Of a PDF document's pages.")
+@click.option(
+    "--store-dtype",
+    default="raw",
+    show_default=True,
+    type=click.Choice(["raw", "int8", "fp8"]),
+    help="How K and V are kept between capture and use.",
+)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for predictions, metrics, plots.")
 @click.option("--dtype", default="auto", show_default=True, type=_DType("auto"))
 @_DEVICE

@@ -11,12 +11,15 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from vlcache.errors import ConfigError
 from vlcache.policies import DEFAULT_POLICY, parse_policy
+from vlcache.types import Stored
 
 __all__ = ["Config", "load_config"]
 
@@ -44,6 +47,20 @@ class Config:
         Tenant. Entries of another salt are invisible.
     checkpoint_layers : tuple of int
         Layers whose input hidden states entries keep, for policies that let rows enter there.
+    disk_path : str
+        Directory where entries outlive the process; empty: none.
+    disk_gb : float
+        Bound of that directory in GB; 0 turns it off.
+    redis_url : str
+        Server where entries are shared with other machines, `redis://host:6379/0`; empty: none.
+    redis_gb : float
+        Bound of all entries there, in GB; 0 turns it off.
+    redis_ttl_s : float
+        Seconds after its last use that an entry there expires; 0: never.
+    store_dtype : str
+        How the disk and the server keep K and V: `raw`, or `int8` or `fp8` with a scale per layer and head.
+    always_reuse : bool
+        Load an entry also where computing it again is thought to be quicker.
     """
 
     policy: str = DEFAULT_POLICY
@@ -53,18 +70,36 @@ class Config:
     max_image_pixels: int = 64_000_000
     cache_salt: str = ""
     checkpoint_layers: tuple[int, ...] = ()
+    disk_path: str = ""
+    disk_gb: float = 20.0
+    redis_url: str = ""
+    redis_gb: float = 20.0
+    redis_ttl_s: float = 604_800.0
+    store_dtype: Stored = "raw"
+    always_reuse: bool = False
 
     def __post_init__(self) -> None:
         parse_policy(self.policy)
-        for name in ("memory_gb", "prefix_gb"):
+        for name in ("memory_gb", "prefix_gb", "disk_gb", "redis_gb"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is negative or not a size; give GB, 0 to turn it off")
+        if not 0 <= self.redis_ttl_s < math.inf:
+            raise ConfigError(f"redis_ttl_s: {self.redis_ttl_s} is no duration; give seconds, 0 for ever")
+        if self.store_dtype not in get_args(Stored):
+            raise ConfigError(f"store_dtype: unknown {self.store_dtype!r}; known are " + ", ".join(get_args(Stored)))
         if self.max_image_pixels < 1:
             raise ConfigError(
                 f"max_image_pixels: {self.max_image_pixels} is zero or negative, which refuses every picture"
             )
         if any(layer <= 0 for layer in self.checkpoint_layers):
             raise ConfigError("checkpoint_layers: layers count from 1; layer 0 always is a checkpoint")
+
+    def shown(self) -> dict[str, object]:
+        """For printing: without the password of a URL, and without the salt."""
+        values = dataclasses.asdict(self)
+        values["redis_url"] = re.sub(r"//[^/@]*@", "//...@", self.redis_url)
+        values["cache_salt"] = "set" if self.cache_salt else ""
+        return values
 
 
 def load_config(

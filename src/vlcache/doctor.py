@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from vlcache.config import load_config
 __all__ = ["examine", "show"]
 
 _TRANSFORMERS = ("5.16", "5.24")
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pillow", "torchvision")
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pillow", "torchvision", "xxhash", "redis")
 
 
 def examine() -> dict[str, Any]:
@@ -42,7 +41,7 @@ def examine() -> dict[str, Any]:
         "torchvision_imports": torchvision_imports(),
         **describe_run("cuda" if cuda else "cpu"),
         "cuda": cuda,
-        "configuration": asdict(load_config()),
+        "configuration": load_config().shown(),
         "policies": list(POLICIES),
         "models": list(SUPPORTED.values()),
         "refused": dict(REFUSED),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlcache.types import LAYOUT
 
-__all__ = ["digest", "fingerprint_settings", "fingerprint_weights", "scope", "tensor_bytes"]
+__all__ = ["digest", "digest_tenant", "fingerprint_settings", "fingerprint_weights", "scope", "tensor_bytes"]
 
 _SAMPLES = 64
 
@@ -58,6 +58,11 @@ def fingerprint_weights(config: str, weights: Iterable[tuple[str, Tensor]]) -> s
         spread = torch.arange(n, device=flat.device) * (flat.numel() - 1) // max(1, n - 1)
         fields += [name, str(tuple(weight.shape)), str(weight.dtype), tensor_bytes(flat[spread])]
     return digest(*fields)
+
+
+def digest_tenant(salt: str) -> str:
+    """What entries say of their tenant: a salt is a secret, so it is not written down."""
+    return digest("tenant", salt)
 
 
 def scope(model: str, dtype: str, tenant: str) -> str:

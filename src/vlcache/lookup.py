@@ -5,12 +5,12 @@ Stores promise not to raise. One that breaks its promise costs a counted miss he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from vlcache.store.base import Store
-from vlcache.types import Entry, Header, Span
+from vlcache.types import Entry, EntryKey, Header, Span
 
 __all__ = ["STORE_FAULT", "Found", "find", "keep", "pinned", "reusable"]
 
@@ -34,9 +34,15 @@ class Found:
     rejects: tuple[str, ...] = ()
 
 
-def find(store: Store, headers: Sequence[Header]) -> Found:
-    """Look up what a prompt's spans need; each entry is compared in full with what is expected."""
-    expected = {h.key: h for h in headers}
+def find(store: Store, headers: Sequence[Header], without: Collection[EntryKey] = ()) -> Found:
+    """Look up what a prompt's spans need; each entry is compared in full with what is expected.
+
+    Parameters
+    ----------
+    without : collection of EntryKey
+        Entries that are not to be used.
+    """
+    expected = {h.key: h for h in headers if h.key not in without}
     entries, rejects = {}, []
     try:
         held = store.get_many(list(expected))

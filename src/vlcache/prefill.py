@@ -50,12 +50,10 @@ class Placed:
     device: torch.device
 
     def kv(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Moved K and V of prompt tokens `start` to `stop`, `[stop - start, H, D]`."""
-        assert self.entry.keys is not None
-        assert self.entry.values is not None
+        """Moved K and V of prompt tokens `start` to `stop`, `[stop - start, H, D]`; EntryLostError if they are not to
+        be had."""
         a, b = start - self.span.start, stop - self.span.start
-        keys = self.entry.keys[layer, a:b].to(self.device, non_blocking=True)
-        values = self.entry.values[layer, a:b].to(self.device, non_blocking=True)
+        keys, values = (kv[a:b].to(self.device, non_blocking=True) for kv in self.entry.kv(layer))
         return rotate(keys, self.rotation and self.rotation.rows(a, b)), values
 
     def hidden(self, layer: int, rows: Ranges) -> Tensor:

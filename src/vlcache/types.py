@@ -7,7 +7,7 @@ A position axes (1 or 3), C checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,12 +16,15 @@ from torch import Tensor
 
 from vlcache.rope import Rope
 
-__all__ = ["LAYOUT", "Capture", "Entry", "EntryKey", "Geometry", "Header", "Span"]
+__all__ = ["LAYOUT", "Capture", "Entry", "EntryKey", "EntryLostError", "Geometry", "Header", "Span", "Stored"]
 
 LAYOUT = 1
 """Version of an entry's layout. An entry of another version is a miss."""
 
 Capture = Literal["observed", "neutral"]
+
+Stored = Literal["raw", "int8", "fp8"]
+"""How a disk or a server keeps K and V: as computed, or in 8 bits with a scale per layer and head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an entry says about itself; compared in full on every hit, see `Entry.mismatch`."""
+    """What an entry says about itself; compared in full on every hit, see `Entry.mismatch`.
+
+    `model`, `processor` and `tenant` are digests.
+    """
 
     key: EntryKey
     grid: tuple[int, int, int]
@@ -105,6 +111,23 @@ class Header:
     processor: str
     tenant: str
     layout: int = LAYOUT
+
+
+class EntryLostError(Exception):
+    """An entry whose K/V were still arriving turned out damaged or did not arrive. Whoever uses the entry starts again
+    without it; this never reaches a caller of the package.
+
+    Attributes
+    ----------
+    key : EntryKey
+    reason : str
+        Short, to be counted.
+    """
+
+    def __init__(self, key: EntryKey, reason: str) -> None:
+        super().__init__(f"entry {key.content[:12]}: {reason}")
+        self.key = key
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +150,11 @@ class Entry:
         The context of the keys: the request that first carried the picture, or the chat template's opening.
     created_s : float
         Seconds since the epoch.
+    cost_s : float
+        Seconds that it took to compute, 0 if unknown.
+    arriving : callable, optional
+        Of an entry that comes from a disk or a server layer by layer: called with a layer, returns once its K/V are in
+        `keys` and `values` and checked, or raises `EntryLostError`. None: all there.
 
     Tensors are shared, not copied: whoever holds an entry must not write to them.
     """
@@ -139,10 +167,26 @@ class Entry:
     checkpoints: Mapping[int, Tensor] = field(default_factory=dict)
     capture: Capture = "observed"
     created_s: float = 0.0
+    cost_s: float = 0.0
+    arriving: Callable[[int], None] | None = None
 
     @property
     def has_kv(self) -> bool:
         return self.keys is not None and self.values is not None
+
+    def kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer, `[N, H, D]` each, once they are there.
+
+        Raises
+        ------
+        EntryLostError
+            They did not arrive.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        if self.arriving is not None:
+            self.arriving(layer)
+        return self.keys[layer], self.values[layer]
 
     @property
     def nbytes(self) -> int:

@@ -27,7 +27,8 @@ from vlcache.errors import InputError, MediaError
 from vlcache.plan import plan_span
 from vlcache.policies import Policy, parse_policy
 from vlcache.store import MemoryStore
-from vlcache.types import Span
+from vlcache.store.eightbit import rounded
+from vlcache.types import Entry, Span
 
 __all__ = ["Outcome", "Runner", "sweep"]
 
@@ -94,6 +95,17 @@ class _Plain:
     logits: Tensor
 
 
+class _Rounding(MemoryStore):
+    """Entries as if they had been written to a disk or a server."""
+
+    def __init__(self, stored: str) -> None:
+        super().__init__(_STORE_BYTES)
+        self._stored = stored
+
+    def put(self, entry: Entry) -> bool:
+        return super().put(rounded(entry, self._stored))
+
+
 class Runner:
     """Runs trials on one model.
 
@@ -104,9 +116,13 @@ class Runner:
         Empty: `sweep`.
     max_new_tokens : int
         Longest answer.
+    store_dtype : str
+        As a disk or a server would keep K and V: `raw`, `int8`, `fp8`.
     """
 
-    def __init__(self, model: Any, processor: Any, policies: Sequence[str], max_new_tokens: int) -> None:
+    def __init__(
+        self, model: Any, processor: Any, policies: Sequence[str], max_new_tokens: int, store_dtype: str = "raw"
+    ) -> None:
         self._model = model
         self._processor = processor
         geometry = describe(model)
@@ -118,7 +134,7 @@ class Runner:
             plan_span(policy, Span("", 0, 1, (1, 1, 1)), self._layers)  # one that does not fit the model says so now
         self._longest = max_new_tokens
         self._captured: Any = None
-        self._store = MemoryStore(_STORE_BYTES)
+        self._store = _Rounding(store_dtype)
 
     def run(
         self, trials: Iterable[Trial], tell: Callable[[Outcome], object], refuse: Callable[[Trial, str], object]

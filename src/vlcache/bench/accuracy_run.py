@@ -56,6 +56,8 @@ class Settings:
     max_new_tokens : int
     max_pages, dpi : int
         Of a PDF document, where the data set has them.
+    store_dtype : str
+        How entries' K and V are kept between capture and use, `raw`, `int8` or `fp8`.
     """
 
     items: int = 100
@@ -72,6 +74,7 @@ class Settings:
     max_new_tokens: int = 32
     max_pages: int = 120
     dpi: int = 144
+    store_dtype: str = "raw"
 
 
 def check(settings: Settings) -> None:
@@ -92,7 +95,7 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
         As `check`; nothing to run.
     """
     start = time.perf_counter()
-    runner = Runner(model, processor, settings.policies, settings.max_new_tokens)
+    runner = Runner(model, processor, settings.policies, settings.max_new_tokens, settings.store_dtype)
     trials, total = _trials(settings)
     out.mkdir(parents=True, exist_ok=True)
     about = describe_run(settings.device)

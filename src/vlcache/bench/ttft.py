@@ -27,7 +27,7 @@ from vlcache.engines.transformers import VLCache
 from vlcache.errors import ConfigError
 from vlcache.policies import DEFAULT_POLICY, parse_policy
 
-__all__ = ["Settings", "run"]
+__all__ = ["Settings", "Workbench", "run"]
 
 # How often a round takes each arm that lasts less than a second
 _REPEATS = 5
@@ -63,17 +63,17 @@ class Settings:
     device: str = "cpu"
 
 
-class _Bench:
+class Workbench:
+    """A model with random weights, and pictures and prompts of the sizes wanted."""
+
     def __init__(self, settings: Settings) -> None:
         if settings.shape not in SHAPES:
             raise ConfigError(f"unknown shape {settings.shape!r}; known are " + ", ".join(SHAPES))
         parse_policy(settings.policy)
         self.shape = SHAPES[settings.shape]
         self.settings = settings
-        height, width = _grid(settings.image_tokens)
-        side = self.shape.patch * 2
-        self.size = (width * side, height * side)
-        self.processor = build_processor(self.shape, max_pixels=self.size[0] * self.size[1])
+        width, height = self._size(settings.image_tokens)
+        self.processor = build_processor(self.shape, max_pixels=width * height)
         self._fixed = len(self._ids(self._chat(None, "", ""))) + 2  # and the tokens around a picture
         self._filler = settings.text_tokens - self._fixed
         if self._filler < 8:
@@ -81,11 +81,21 @@ class _Bench:
         dtype = getattr(torch, settings.dtype)
         self.model = build_model(self.shape, self.processor.tokenizer, dtype).to(settings.device)
 
-    def picture(self, seed: int) -> bytes:
-        """A JPEG that looks like a photograph to a decoder: smooth structure with some noise."""
+    def _size(self, tokens: int) -> tuple[int, int]:
+        """Pixels of a picture with so many vision tokens."""
+        height, width = _grid(tokens)
+        side = self.shape.patch * 2
+        return width * side, height * side
+
+    def picture(self, seed: int, tokens: int | None = None) -> bytes:
+        """A JPEG that looks like a photograph to a decoder: smooth structure with some noise.
+
+        Of `image_tokens`, or of fewer.
+        """
         rng = np.random.default_rng(seed)
+        size = self._size(tokens or self.settings.image_tokens)
         coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-        smooth = np.asarray(coarse.resize(self.size, Image.Resampling.BICUBIC), dtype=np.int16)
+        smooth = np.asarray(coarse.resize(size, Image.Resampling.BICUBIC), dtype=np.int16)
         noisy = smooth + rng.integers(-12, 13, smooth.shape, dtype=np.int16)
         out = io.BytesIO()
         Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
@@ -132,7 +142,7 @@ def _grid(tokens: int) -> tuple[int, int]:
     return rows, tokens // rows
 
 
-def _floors(bench: _Bench, rows: int, say: Callable[[str], None]) -> dict[str, float]:
+def _floors(bench: Workbench, rows: int, say: Callable[[str], None]) -> dict[str, float]:
     """The least that the weights and the operations allow for the decoder over some rows."""
     dtype = getattr(torch, bench.settings.dtype)
     bandwidth, gemm = measure_rates(bench.settings.device, dtype)
@@ -157,7 +167,7 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
     say : callable
         Takes lines of progress.
     """
-    bench = _Bench(settings)
+    bench = Workbench(settings)
     say(f"{settings.shape} with random weights, {settings.dtype} on {settings.device}")
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     stages: list[dict[str, float]] = []

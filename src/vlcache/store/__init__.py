@@ -1,4 +1,4 @@
-"""Where entries live."""
+"""Where entries live. The disk's store is imported where it is used: `vlcache.store.disk`."""
 
 from vlcache.store.base import Store, StoreStats
 from vlcache.store.memory import MemoryStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from vlcache.types import Entry, EntryKey
@@ -24,7 +24,9 @@ class StoreStats:
     puts: int
     evictions: int
     refusals: int
-    """Entries not kept: larger than the store, or no room beside pinned ones."""
+    """Entries not kept: larger than the store, no room beside pinned ones, or a fault."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """What went wrong with an entry or the medium, by reason."""
 
 
 class Store(Protocol):
@@ -35,7 +37,7 @@ class Store(Protocol):
 
     def get_many(self, keys: Sequence[EntryKey]) -> Mapping[EntryKey, Entry]:
         """The entries that are there. Their tensors stay valid while the caller holds them, and are not to be
-        written to."""
+        written to. K/V may still be arriving, see `Entry.arriving`."""
         ...
 
     def put(self, entry: Entry) -> bool:

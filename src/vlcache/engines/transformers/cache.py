@@ -6,7 +6,7 @@ request -> spans -> lookup -> plan -> selective prefill -> (decode by `generate`
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from vlcache.config import Config, load_config
 from vlcache.engines.transformers.adapter import PromptPass
 from vlcache.engines.transformers.encoder import encode
 from vlcache.engines.transformers.handoff import FirstCall, PrefilledCache, cache_argument
-from vlcache.engines.transformers.pictures import Media, Reader
+from vlcache.engines.transformers.pictures import Media, Reader, smallest_picture
 from vlcache.engines.transformers.prompt import Prompt, check_alike, check_continuation, longer
 from vlcache.engines.transformers.request import Request, prompt_ids, read_request
 from vlcache.engines.transformers.run import Scored, run_plans
@@ -25,13 +25,15 @@ from vlcache.engines.transformers.support import describe
 from vlcache.engines.transformers.weights import WeightsWatch
 from vlcache.errors import ConfigError, InputError
 from vlcache.exact import ExactPrefix, ExactPrefixes, cut
-from vlcache.keys import scope
+from vlcache.keys import digest_tenant, scope
 from vlcache.lookup import Found, find, keep, pinned, reusable
 from vlcache.plan import Plan, make_plan, plan_span
 from vlcache.policies import Policy, parse_policy
 from vlcache.report import Clock, Counters, Report, report_spans, reused_rows
-from vlcache.store import MemoryStore, Store
-from vlcache.types import EntryKey, Header, Span
+from vlcache.store import Store
+from vlcache.store.open import check_bounds, open_store
+from vlcache.types import EntryKey, EntryLostError, Header, Span
+from vlcache.worth import Worth
 
 __all__ = ["VLCache"]
 
@@ -46,7 +48,8 @@ class VLCache:
     policy : str or Policy, optional
         What is recomputed of a known picture; `prefix:0.02` unless configured otherwise.
     store : Store, optional
-        Where entries live; a memory store of `memory_gb` unless given. A store that is given is not closed here.
+        Where entries live; unless given, memory and what else the configuration names. A store that is given is not
+        closed here.
     config : Config, optional
         Instead of the configuration of file and environment.
     **options
@@ -99,8 +102,11 @@ class VLCache:
             raise InputError(f"a {type(processor).__name__} is no processor for pictures; give AutoProcessor's")
         self._model = model
         self._processor = processor
+        self._worth = Worth(self.config.always_reuse)
         self._own_store = store is None
-        self.store: Store = MemoryStore(int(self.config.memory_gb * 1e9)) if store is None else store
+        if store is None:
+            check_bounds(self.config, self._geometry, smallest_picture(processor.image_processor), model.dtype)
+        self.store: Store = open_store(self.config, self._worth) if store is None else store
         prefix_gb = self.config.prefix_gb if self.config.prefix_cache else 0
         self._prefixes = ExactPrefixes(int(prefix_gb * 1e9))
         self._weights = WeightsWatch(model)
@@ -301,11 +307,28 @@ class VLCache:
 
         Returns a pass over the first one, and by prompt and policy the logits of its last `wanted` rows.
         """
+        lost: set[EntryKey] = set()
+        while True:
+            try:
+                return self._attempt(prompts, read, policies, clock, wanted, lost)
+            except EntryLostError as error:  # found damaged while it was used: start again as if it were not there
+                lost.add(error.key)
+                self.counters.reject([error.reason])
+
+    def _attempt(
+        self,
+        prompts: Sequence[Prompt],
+        read: Request,
+        policies: Sequence[Policy],
+        clock: Clock,
+        wanted: Sequence[int],
+        lost: Collection[EntryKey],
+    ) -> tuple[PromptPass, list[list[Scored]]]:
         first, layers = prompts[0], self._geometry.layers
         headers = [self._header(span, read.settings) for span in first.spans]
         with pinned(self.store, headers):
             with clock.stage("lookup"):
-                found = find(self.store, headers)
+                found = find(self.store, headers, lost)
                 prefix, begin = self._prefixes.longest(first.ids[: len(first.ids) - wanted[0]], first.spans)
                 if len(prompts) > 1:
                     begin = min(begin, first.spans[-1].stop)
@@ -330,7 +353,11 @@ class VLCache:
                 )
                 _synchronize(self._device)
         with clock.stage("store"):
-            new = capture(ran.work, ran.plan, first.spans, headers, encoded, first.positions, found.entries, ran.watch)
+            alone = len(plans) == len(plans[0]) == 1  # otherwise the seconds are not this plan's
+            token_s = self._token_seconds(ran.plan, first.spans, found, clock) if alone else (0.0, 0.0)
+            new = capture(
+                ran.work, ran.plan, first.spans, headers, encoded, first.positions, found.entries, ran.watch, token_s
+            )
             faults = keep(self.store, new)
             self._keep_prefix(first, ran.plan, ran.work)
         self.counters.reject(found.rejects + faults)
@@ -346,6 +373,16 @@ class VLCache:
             self.last = one.report
         return ran.work, scored
 
+    def _token_seconds(self, plan: Plan, spans: Sequence[Span], found: Found, clock: Clock) -> tuple[float, float]:
+        """Seconds that a token of the new pictures took to encode and to prefill; 0 if there were none."""
+        new = sum(s.length for s in spans if s.start >= plan.begin and s.content not in found.entries)
+        if not new:
+            return 0.0, 0.0
+        rows = sum(plan.rows_per_layer()) / plan.layers
+        token_s = clock.seconds["encode"] / new, clock.seconds["prefill"] / rows
+        self._worth.computed(new, new * sum(token_s))
+        return token_s
+
     def _report(self, policy: Policy, plan: Plan, spans: Sequence[Span], found: Found, clock: Clock) -> Report:
         token_bytes = 2 * self._geometry.kv_heads * self._geometry.head_dim * self._model.dtype.itemsize
         return Report(
@@ -359,7 +396,7 @@ class VLCache:
         )
 
     def _header(self, span: Span, settings: str) -> Header:
-        dtype, tenant = str(self._model.dtype), self.config.cache_salt
+        dtype, tenant = str(self._model.dtype), digest_tenant(self.config.cache_salt)
         return Header(
             key=EntryKey(span.content, scope(self._fingerprint, dtype, tenant)),
             grid=span.grid,

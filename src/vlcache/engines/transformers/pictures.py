@@ -23,7 +23,7 @@ from vlcache.keys import digest, fingerprint_settings, tensor_bytes
 from vlcache.media import Picture, Source, open_picture, pixel_digest
 from vlcache.report import Counters
 
-__all__ = ["Known", "Media", "Reader", "media_from_inputs", "processor_fingerprint"]
+__all__ = ["Known", "Media", "Reader", "media_from_inputs", "processor_fingerprint", "smallest_picture"]
 
 Grid = tuple[int, int, int]
 
@@ -93,6 +93,13 @@ class Media:
 def processor_fingerprint(processor: Any) -> str:
     """Digest of an image processor's settings, read anew each time because they can be set on the object."""
     return fingerprint_settings(type(processor).__name__, processor.to_dict())
+
+
+def smallest_picture(processor: Any) -> int:
+    """Vision tokens of the smallest picture that an image processor makes; 1 where it does not say."""
+    size = processor.size if isinstance(processor.size, Mapping) else vars(processor.size)
+    side = int(processor.patch_size * processor.merge_size)
+    return max(1, int(size.get("shortest_edge") or 0) // side**2)
 
 
 class Reader:

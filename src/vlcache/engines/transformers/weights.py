@@ -12,9 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from vlcache.keys import fingerprint_weights
+from vlcache.keys import fingerprint_settings, fingerprint_weights
 
 __all__ = ["WeightsWatch"]
+
+
+_CIRCUMSTANCES = ("_name_or_path", "transformers_version")
 
 
 class WeightsWatch:
@@ -45,9 +48,11 @@ class WeightsWatch:
         return not same
 
     def fingerprint(self) -> str:
-        """Digest of configuration, weights' samples and the adapters in force."""
-        config = self._model.config.to_json_string() + "\n".join(self._adapters)
-        return fingerprint_weights(config, self._model.named_parameters())
+        """Digest of configuration, weights' samples and the adapters in force; the same wherever the model lies and
+        whichever release of transformers runs it."""
+        config = {k: v for k, v in self._model.config.to_dict().items() if k not in _CIRCUMSTANCES}
+        settings = fingerprint_settings(self._model.config.model_type, config) + "\n".join(self._adapters)
+        return fingerprint_weights(settings, self._model.named_parameters())
 
     def _tensors_now(self) -> list[Tensor]:
         # A model's dtype change rounds the rotary frequencies as well, which are buffers

@@ -1,0 +1,211 @@
+"""`vlcache cache`: what outlives the process, in a directory or on a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from vlcache.store.contents import Tier
+
+__all__ = ["cache"]
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+
+
+def _tiers(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option("--redis-url", help="redis://[user:password@]host[:port][/database]"),
+        click.option("--disk-path", type=click.Path(file_okay=False), help="Directory of entries."),
+    ):
+        command = option(command)
+    return command
+
+
+@contextmanager
+def _open(disk_path: str | None, redis_url: str | None) -> Iterator[Mapping[str, Tier]]:
+    from vlcache.config import load_config
+    from vlcache.store.contents import lasting_tiers
+
+    tiers = lasting_tiers(load_config(disk_path=disk_path, redis_url=redis_url))
+    try:
+        yield tiers
+    finally:
+        for tier in tiers.values():
+            tier.close()
+
+
+@contextmanager
+def _progress(label: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, nothing elsewhere; on standard error."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda: progress.advance(task)
+
+
+@click.group()
+def cache() -> None:
+    """Entries that outlive the process: list, check, clear, carry elsewhere."""
+
+
+@cache.command()
+@_tiers
+@_JSON
+def ls(disk_path: str | None, redis_url: str | None, as_json: bool) -> None:
+    """List entries, the most recently used first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from vlcache.store.contents import items
+
+    with _open(disk_path, redis_url) as tiers:
+        found = [item.to_dict() for item in items(tiers)]
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    table = Table(
+        "tier", "picture", "tokens", "MB", "K/V", "stored", "model", "tenant", "age", box=None, pad_edge=False
+    )
+    for item in found:
+        hours = (time.time() - item["created_s"]) / 3600
+        table.add_row(
+            item["tier"],
+            item["content"][:12],
+            str(item["tokens"]),
+            f"{item['bytes'] / 1e6:.1f}",
+            "yes" if item["has_kv"] else "no",
+            item["stored"],
+            item["model"][:8],
+            item["tenant"][:8],
+            f"{hours / 24:.0f} d" if hours >= 48 else f"{hours:.1f} h",
+        )
+    Console(soft_wrap=True).print(table)
+
+
+@cache.command()
+@_tiers
+@_JSON
+def stats(disk_path: str | None, redis_url: str | None, as_json: bool) -> None:
+    """Entries and bytes by tier."""
+    with _open(disk_path, redis_url) as tiers:
+        found: dict[str, dict[str, Any]] = {}
+        for name, tier in tiers.items():
+            held = tier.stats()
+            found[name] = {
+                "entries": held.entries,
+                "held_bytes": held.held_bytes,
+                "capacity_bytes": held.capacity_bytes,
+                "faults": dict(held.faults),
+            }
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    for name, one in found.items():
+        click.echo(f"{name}: {one['entries']} entries, {_gb(one['held_bytes'])} of {_gb(one['capacity_bytes'])} GB")
+        for reason, times in one["faults"].items():
+            click.echo(f"  {reason}: {times}")
+
+
+@cache.command()
+@_tiers
+@_JSON
+def verify(disk_path: str | None, redis_url: str | None, as_json: bool) -> None:
+    """Read every checksum; damaged entries go to quarantine. Exit status 1 if there were any."""
+    from vlcache.store.contents import listed
+
+    result: dict[str, Any] = {}
+    with _open(disk_path, redis_url) as tiers:
+        names = {label: listed(label, tier) for label, tier in tiers.items()}
+        with _progress("checking", sum(map(len, names.values()))) as advance:
+            for label, tier in tiers.items():
+                sound = 0
+                for name in names[label]:
+                    sound += tier.whole(name) is not None
+                    advance()
+                result[label] = {"sound": sound, "faults": dict(tier.stats().faults)}
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        for label, one in result.items():
+            faults = ", ".join(f"{reason} ({times})" for reason, times in one["faults"].items())
+            click.echo(f"{label}: {one['sound']} sound; {faults or 'nothing wrong'}")
+    if any(one["faults"] for one in result.values()):
+        sys.exit(1)
+
+
+@cache.command()
+@_tiers
+@click.option("--model", default="", help="Only entries of the model whose digest begins so.")
+@click.option("--tenant", default="", help="Only entries of the tenant whose digest begins so.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_JSON
+def clear(disk_path: str | None, redis_url: str | None, model: str, tenant: str, yes: bool, as_json: bool) -> None:
+    """Remove entries."""
+    from vlcache.store.contents import items
+
+    with _open(disk_path, redis_url) as tiers:
+        chosen = [
+            item
+            for item in items(tiers)
+            if item.head.header.model.startswith(model) and item.head.header.tenant.startswith(tenant)
+        ]
+        if chosen and not yes:
+            click.confirm(f"Remove {len(chosen)} entries from {', '.join(tiers)}?", abort=True, err=True)
+        with _progress("removing", len(chosen)) as advance:
+            for item in chosen:
+                tiers[item.tier].remove(item.name)
+                advance()
+    click.echo(json.dumps({"removed": len(chosen)}) if as_json else f"{len(chosen)} entries removed")
+
+
+@cache.command("export")
+@click.argument("archive", type=click.Path(path_type=Path, dir_okay=False))
+@_tiers
+@_JSON
+def export_(archive: Path, disk_path: str | None, redis_url: str | None, as_json: bool) -> None:
+    """Write every entry to a tar archive."""
+    from vlcache.store.contents import export
+
+    with _open(disk_path, redis_url) as tiers, _progress("exporting", None) as advance:
+        written = 0
+        for sound in export(tiers, archive):
+            written += sound
+            advance()
+    size = archive.stat().st_size
+    click.echo(json.dumps({"entries": written, "bytes": size}) if as_json else f"{written} entries, {_gb(size)} GB")
+
+
+@cache.command("import")
+@click.argument("archive", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@_tiers
+@_JSON
+def import_(archive: Path, disk_path: str | None, redis_url: str | None, as_json: bool) -> None:
+    """Put an archive's entries into the directory and the server. Exit status 1 if one was damaged or refused."""
+    from vlcache.store.contents import import_ as take
+
+    counts: Counter[str] = Counter()
+    with _open(disk_path, redis_url) as tiers, _progress("importing", None) as advance:
+        for _, outcome in take(tiers, archive):
+            counts[outcome] += 1
+            advance()
+    text = ", ".join(f"{times} {outcome}" for outcome, times in counts.items()) or "the archive is empty"
+    click.echo(json.dumps(dict(counts)) if as_json else text)
+    if set(counts) - {"kept"}:
+        sys.exit(1)
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g}"

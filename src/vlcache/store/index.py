@@ -1,0 +1,172 @@
+"""What a directory of entries holds, in SQLite: sizes, uses, and which entry is worth least.
+
+The files are the truth: a lookup never asks the index, and an index that is missing or broken is rebuilt from them. It
+is there to bound the directory's size and to list it.
+
+What goes first (GreedyDual-Size, Cao and Irani 1997): an entry's priority is the clock plus its seconds to recompute
+per byte, set anew at each use; the lowest goes and the clock advances to it, so entries age unless they are used. Of
+equal ones the least recently used goes.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Index", "Row"]
+
+BUSY_S = 10.0
+"""How long a transaction waits for another process's."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    name TEXT PRIMARY KEY, content TEXT NOT NULL, scope TEXT NOT NULL, model TEXT NOT NULL, tenant TEXT NOT NULL,
+    tokens INTEGER NOT NULL, bytes INTEGER NOT NULL, has_kv INTEGER NOT NULL, cost_s REAL NOT NULL,
+    created_s REAL NOT NULL, priority REAL NOT NULL, used INTEGER NOT NULL, hits INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_worth ON entries (priority, used);
+CREATE TABLE IF NOT EXISTS state (one INTEGER PRIMARY KEY CHECK (one = 1), clock REAL NOT NULL, ticks INTEGER NOT NULL);
+INSERT OR IGNORE INTO state VALUES (1, 0, 0);
+"""
+
+_COLUMNS = ("name", "content", "scope", "model", "tenant", "tokens", "bytes", "has_kv", "cost_s", "created_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An entry in the index; `bytes` are its file's, `cost_s` 0 where it is unknown."""
+
+    name: str
+    content: str
+    scope: str
+    model: str
+    tenant: str
+    tokens: int
+    bytes: int
+    has_kv: bool
+    cost_s: float
+    created_s: float
+
+    @property
+    def worth(self) -> float:
+        """Seconds to recompute per megabyte, to the nearest power of two: clocks are noisy, and noise should not
+        outrank use. 1 where the cost is unknown."""
+        per_megabyte = self.cost_s * 1e6 / max(1, self.bytes)
+        return float(2.0 ** round(math.log2(per_megabyte))) if per_megabyte > 0 else 1.0
+
+
+class Index:
+    """One connection to `path`. Safe to call from several threads; several processes may have one each.
+
+    Raises
+    ------
+    sqlite3.Error
+        From every method: the caller decides what a broken or busy index means.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            with self.transaction():
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+        except BaseException:
+            self._db.close()
+            raise
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Everything inside happens or nothing; no other process writes meanwhile."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def names(self) -> set[str]:
+        return {name for (name,) in self._select("SELECT name FROM entries")}
+
+    def rows(self) -> list[Row]:
+        """All entries, the most recently used first."""
+        found = self._select(f"SELECT {', '.join(_COLUMNS)} FROM entries ORDER BY used DESC")
+        return [_row(values) for values in found]
+
+    def get(self, name: str) -> tuple[int, bool] | None:
+        """An entry's bytes and whether it has K/V."""
+        found = self._select("SELECT bytes, has_kv FROM entries WHERE name = ?", name)
+        return (found[0][0], bool(found[0][1])) if found else None
+
+    def totals(self) -> tuple[int, int]:
+        """Entries and their bytes."""
+        count, held = self._select("SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM entries")[0]
+        return int(count), int(held)
+
+    def put(self, row: Row) -> None:
+        """Add an entry, or put it in an older one's place. Inside a transaction."""
+        clock, tick = self._tick()
+        values = [getattr(row, column) for column in _COLUMNS]
+        marks = ", ".join("?" * (len(values) + 3))
+        self._db.execute(f"INSERT OR REPLACE INTO entries VALUES ({marks})", (*values, clock + row.worth, tick, 0))
+
+    def touch(self, uses: Mapping[str, int]) -> None:
+        """Count uses, the latest last. Inside a transaction."""
+        for name, times in uses.items():
+            clock, tick = self._tick()
+            for row in self._select(f"SELECT {', '.join(_COLUMNS)} FROM entries WHERE name = ?", name):
+                self._db.execute(
+                    "UPDATE entries SET priority = ?, used = ?, hits = hits + ? WHERE name = ?",
+                    (clock + _row(row).worth, tick, times, name),
+                )
+
+    def victims(self, need: int, spared: Collection[str]) -> list[str] | None:
+        """Names of the entries worth least that free `need` bytes together; None if there are not enough."""
+        chosen = []
+        with closing(self._db.execute("SELECT name, bytes FROM entries ORDER BY priority, used")) as found:
+            while need > 0:
+                row = found.fetchone()
+                if row is None:
+                    return None
+                if row[0] not in spared:
+                    chosen.append(row[0])
+                    need -= row[1]
+        return chosen
+
+    def drop(self, names: Collection[str], evicted: bool = False) -> None:
+        """Forget entries; where they were `evicted` the clock advances. Inside a transaction."""
+        for name in names:
+            if evicted:
+                self._db.execute(
+                    "UPDATE state SET clock = MAX(clock, (SELECT priority FROM entries WHERE name = ?))", (name,)
+                )
+            self._db.execute("DELETE FROM entries WHERE name = ?", (name,))
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def _tick(self) -> tuple[float, int]:
+        self._db.execute("UPDATE state SET ticks = ticks + 1")
+        clock, ticks = self._select("SELECT clock, ticks FROM state")[0]
+        return clock, ticks
+
+    def _select(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._lock, closing(self._db.execute(query, values)) as cursor:
+            return cursor.fetchall()
+
+
+def _row(values: tuple[Any, ...]) -> Row:
+    """A row as the database gives it, which has no booleans."""
+    name, content, scope, model, tenant, tokens, size, has_kv, cost_s, created_s = values
+    return Row(name, content, scope, model, tenant, tokens, size, bool(has_kv), cost_s, created_s)

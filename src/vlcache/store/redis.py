@@ -1,0 +1,378 @@
+"""Entries on a Redis or Valkey server, for a fleet of machines.
+
+    vlcache:1:<scope>:{<name>}:head                 the head of the entry's file, written last
+    vlcache:1:<scope>:{<name>}:<seal>:<tensor>      a tensor's bytes; the seal is the head's own digest
+    vlcache:1:used, :sizes, :held                   last use and bytes of every entry, and their sum
+
+`scope` is a digest of model, dtype, layout and tenant. The head appears when all tensors are there, and names them by
+its seal, so nothing half-written is ever seen and two writers do not mix. What the server evicts or loses is a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from vlcache.errors import ConfigError
+from vlcache.store.arrival import Arrival, load_layers
+from vlcache.store.base import StoreStats
+from vlcache.store.breaker import Breaker
+from vlcache.store.codec import (
+    DamagedError,
+    Encoded,
+    ForeignError,
+    Head,
+    decode,
+    encode,
+    parse_head,
+    seal,
+)
+from vlcache.store.faults import Faults
+from vlcache.store.remote import BATCH_BYTES, PREFIX, RemoteParts, head_key, member_of, part_key, part_keys
+from vlcache.store.scripts import FIND, FORGET, PLACE
+from vlcache.types import Entry, EntryKey, Stored
+from vlcache.worth import Worth
+
+__all__ = ["RedisStore"]
+
+_T = TypeVar("_T")
+
+
+class RedisStore:
+    """A byte-bounded store on a server.
+
+    Parameters
+    ----------
+    url : str
+        `redis://`, `rediss://` (TLS) or `unix://`, with user and password where the server wants them.
+    capacity_bytes : int
+        Bound on the bytes of all entries on the server, whoever wrote them; the least recently used goes first. What
+        the server evicts by itself is a miss.
+    ttl_s : int
+        An entry that is not used for so long expires; 0: never.
+    stored : {"raw", "int8", "fp8"}
+        How K and V are kept. Entries kept otherwise are not seen.
+    worth : Worth, optional
+    timeout_s : float
+        For connecting, and for each answer.
+    retry_s : float
+        After three faults in a row the server is left alone for so long: its lookups are misses.
+
+    Raises
+    ------
+    ConfigError
+        A URL that is none. A server that does not answer is a counted miss, and one warning in the log.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        capacity_bytes: int,
+        ttl_s: int = 0,
+        stored: Stored = "raw",
+        worth: Worth | None = None,
+        timeout_s: float = 2.0,
+        retry_s: float = 30.0,
+    ) -> None:
+        if capacity_bytes < 0:
+            raise ConfigError(f"redis store: capacity {capacity_bytes} bytes is negative; 0 turns it off")
+        try:
+            self._client: Any = redis.Redis.from_url(
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                retry=Retry(ExponentialBackoff(cap=0.1, base=0.01), 1),
+                health_check_interval=30,
+            )
+        except (ValueError, TypeError, redis.RedisError):
+            raise ConfigError(
+                "redis_url: not a Redis URL; give redis://[user:password@]host[:port][/database]"
+            ) from None
+        self._capacity = capacity_bytes
+        self._ttl_s = ttl_s
+        self._stored: Stored = stored
+        self._worth = worth or Worth(always=True)
+        self._breaker = Breaker(3, retry_s)
+        self._lock = threading.Lock()
+        self._pins: Counter[str] = Counter()
+        self._count: Counter[str] = Counter()
+        self._faults = Faults("redis", "store on the server")
+        self._threads = ThreadPoolExecutor(2, "vlcache-redis")
+        self._closed = False
+        self._find, self._place, self._forget = (self._client.register_script(s) for s in (FIND, PLACE, FORGET))
+        if self._worth.wanted:
+            self._threads.submit(self._measure)
+
+    def get_many(self, keys: Sequence[EntryKey]) -> Mapping[EntryKey, Entry]:
+        """The entries that are there. Their K/V arrive while they are used, see `Entry.arriving`."""
+        keys = list(dict.fromkeys(keys))
+        heads: Sequence[bytes] = [b""] * len(keys)
+        if keys and not self._closed:
+            members = [self._member(key) for key in keys]
+            try:
+                heads = self._call(lambda: self._find(args=[PREFIX, self._ttl_s, *members]))
+            except Exception as error:
+                self._fault(error)
+        found = [self._arrive(key, head) for key, head in zip(keys, heads, strict=True) if head]
+        arrivals = [pair for pair in found if pair is not None]
+        with self._lock:
+            self._count["hits"] += len(arrivals)
+            self._count["misses"] += len(keys) - len(arrivals)
+        if arrivals:
+            self._load(arrivals)
+        return {arrival.entry.header.key: arrival.entry for arrival, _ in arrivals}
+
+    def put(self, entry: Entry) -> bool:
+        return self.put_encoded(encode(entry, self._stored))
+
+    def put_encoded(self, data: Encoded) -> bool:
+        """`put` of an entry in the bytes of its file."""
+        member = member_of(data.key, data.stored)
+        kept = False
+        if not self._closed and data.size <= self._capacity:
+            try:
+                if not data.has_kv and self._has_kv(member):
+                    return True  # what is there says all that the new one does
+                kept = self._write(member, data)
+            except Exception as error:
+                self._fault(error)
+        with self._lock:
+            self._count["puts" if kept else "refusals"] += 1
+        return kept
+
+    @contextmanager
+    def pin(self, keys: Sequence[EntryKey]) -> Iterator[None]:
+        """Spares entries from this process's evictions; others may evict them, which costs a miss."""
+        members = [self._member(key) for key in keys]
+        with self._lock:
+            self._pins.update(members)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._pins.subtract(members)
+                self._pins = +self._pins
+
+    def stats(self) -> StoreStats:
+        entries = held = 0
+        if not self._closed:
+            try:
+                entries, held = self._call(lambda: (self._client.zcard(PREFIX + "used"), self._held()))
+            except Exception as error:
+                self._fault(error)
+        with self._lock:
+            return StoreStats(
+                entries=entries,
+                held_bytes=held,
+                capacity_bytes=self._capacity,
+                hits=self._count["hits"],
+                misses=self._count["misses"],
+                puts=self._count["puts"],
+                evictions=self._count["evictions"],
+                refusals=self._count["refusals"],
+                faults=self._faults.by_reason(),
+            )
+
+    def close(self) -> None:
+        """Wait for entries that are being read, and leave the server's entries to others."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._threads.shutdown(wait=True)
+        self._client.close()
+
+    # What is there, for people
+
+    def names(self) -> list[str]:
+        """Members of all entries, whoever wrote them, the most recently used first.
+
+        Raises
+        ------
+        redis.RedisError
+        """
+        members: list[bytes] = self._call(lambda: self._client.zrevrange(PREFIX + "used", 0, -1))
+        return [member.decode() for member in members]
+
+    def head(self, member: str) -> Head | None:
+        """What an entry says of itself; None where it is gone or cannot be read, which is counted."""
+        return self._looking(member, parse_head)
+
+    def whole(self, member: str) -> tuple[Head, Encoded] | None:
+        """An entry, every byte of it checked; None where it is gone or cannot be read. A damaged one is removed."""
+
+        def read(data: bytes) -> tuple[Head, Encoded]:
+            pieces = self._call(lambda: self._client.mget(part_keys(data)))
+            if None in pieces:
+                raise DamagedError("part missing")
+            return decode(data + b"".join(pieces))
+
+        return self._looking(member, read)
+
+    def remove(self, member: str) -> None:
+        """Remove an entry; what fails is counted."""
+        self._looking(member, lambda data: self._drop(member, data))
+
+    def _looking(self, member: str, look: Callable[[bytes], _T]) -> _T | None:
+        data = b""
+        try:
+            data = self._call(lambda: self._client.get(head_key(member))) or b""
+            return look(data) if data else None
+        except Exception as error:
+            self._fault(error, member, data)
+            return None
+
+    def _drop(self, member: str, head: bytes) -> None:
+        """Forget an entry whose head is still this one."""
+        if self._call(lambda: self._forget(args=[PREFIX, member, head])):
+            self._unlink(part_keys(head))
+
+    # Reading
+
+    def _arrive(self, key: EntryKey, data: bytes) -> tuple[Arrival, RemoteParts] | None:
+        """Check a head and read all but the K/V."""
+        try:
+            head = parse_head(data)
+            if head.header.key != key or head.stored != self._stored:
+                raise ForeignError("key")
+            reason = self._worth.against("redis", head)
+            if reason is not None:
+                self._faults.count(reason)
+                return None
+            parts = RemoteParts(
+                lambda names: self._call(lambda: self._client.mget(names)), self._member(key), data, head
+            )
+            return Arrival(head, parts.read), parts
+        except Exception as error:
+            self._fault(error, self._member(key), data)
+            return None
+
+    def _measure(self) -> None:
+        """What the server gives per second, from the first tensors of the entry used last."""
+        start = time.perf_counter()
+        try:
+            for member in self.names()[:1]:
+                (data,) = self._ask([head_key(member)])
+                if data:
+                    parts = RemoteParts(self._ask, member, data, parse_head(data))
+                    self._worth.loaded("redis", parts.ahead(), time.perf_counter() - start)
+        except Exception as error:
+            self._fault(error)
+
+    def _ask(self, names: list[str]) -> Sequence[bytes | None]:
+        found: Sequence[bytes | None] = self._call(lambda: self._client.mget(names))
+        return found
+
+    def _load(self, arrivals: Sequence[tuple[Arrival, RemoteParts]]) -> None:
+        """Read K/V in the background."""
+        parts = dict(arrivals)
+
+        def fault(arrival: Arrival, error: Exception) -> str:
+            return self._fault(error, parts[arrival].member, parts[arrival].head_bytes)
+
+        def work() -> None:
+            start = time.perf_counter()
+            load_layers(list(parts), fault)
+            whole = [some for arrival, some in arrivals if not arrival.failed]
+            self._worth.loaded("redis", sum(some.size for some in whole), time.perf_counter() - start)
+            if self._ttl_s:
+                self._refresh(whole)
+
+        try:
+            self._threads.submit(work)
+        except RuntimeError:  # closed meanwhile
+            work()
+
+    def _refresh(self, used: Sequence[RemoteParts]) -> None:
+        """Let what was used live on; its head does already."""
+        pipeline = self._client.pipeline(transaction=False)
+        for parts in used:
+            for name in parts.names():
+                pipeline.expire(name, self._ttl_s)
+        try:
+            self._call(pipeline.execute)
+        except Exception as error:
+            self._fault(error)
+
+    # Writing
+
+    def _write(self, member: str, data: Encoded) -> bool:
+        """Tensors first, in batches, then the head; False if there is no room."""
+        mark = seal(data.head)
+        written: list[str] = []
+        pipeline, waiting = self._client.pipeline(transaction=False), 0
+        gone = None
+        try:
+            for part, view in data.parts:
+                written.append(part_key(member, mark, part.name))
+                pipeline.set(written[-1], view, ex=self._ttl_s or None)
+                waiting += view.nbytes
+                if waiting >= BATCH_BYTES:
+                    self._call(pipeline.execute)
+                    pipeline, waiting = self._client.pipeline(transaction=False), 0
+            self._call(pipeline.execute)
+            with self._lock:
+                spared = list(self._pins)
+            args: list[Any] = [PREFIX, self._ttl_s, self._capacity, data.size, member, data.head, *spared]
+            gone = self._call(lambda: self._place(args=args))
+        finally:
+            if gone is None:
+                self._unlink(written)
+        if gone is None:
+            return False
+        with self._lock:
+            self._count["evictions"] += len(gone) - 1
+        # Tensors of what went; those of this very entry, written anew, stay
+        self._unlink([name for head in gone if head for name in part_keys(head) if name not in set(written)])
+        return True
+
+    def _has_kv(self, member: str) -> bool:
+        head = self._call(lambda: self._client.get(head_key(member)))
+        return bool(head) and parse_head(head).has_kv
+
+    def _unlink(self, names: Sequence[str]) -> None:
+        if names:
+            try:
+                self._call(lambda: self._client.unlink(*names))
+            except Exception as error:
+                self._fault(error)
+
+    def _held(self) -> int:
+        return int(self._client.get(PREFIX + "held") or 0)
+
+    # Faults
+
+    def _call(self, work: Callable[[], _T]) -> _T:
+        """Ask the server, unless it has been failing."""
+        self._breaker.check()
+        try:
+            result = work()
+        except redis.ResponseError:
+            raise  # an answer: the server is well
+        except redis.RedisError:
+            self._breaker.failed()
+            raise
+        self._breaker.worked()
+        return result
+
+    def _fault(self, error: Exception, member: str = "", head: bytes = b"") -> str:
+        """Count what went wrong, and remove a damaged entry. Returns the reason."""
+        reason = self._faults.meet(error)
+        if isinstance(error, DamagedError) and member:
+            try:
+                self._drop(member, head)
+            except Exception as second:
+                self._faults.meet(second)
+        return reason
+
+    def _member(self, key: EntryKey) -> str:
+        return member_of(key, self._stored)

@@ -1,0 +1,508 @@
+"""The disk's store: crashes, faults, damage, several processes, quota."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from entries import TOKENS, file_size, holds, kept, make_entry, make_key
+
+from vlcache.errors import ConfigError
+from vlcache.store import index as index_module
+from vlcache.store.codec import entry_name
+from vlcache.store.disk import INDEX, DiskStore
+from vlcache.store.folder import QUARANTINED
+from vlcache.store.index import Row
+from vlcache.types import EntryLostError
+from vlcache.worth import SLOWER, Worth
+
+SIZE = file_size(make_entry(0))
+ROOM = 100 * SIZE
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def opened(folder: Path) -> Iterator[Callable[..., DiskStore]]:
+    """Opens the folder's store, any number of times."""
+    stores = []
+
+    def open_one(capacity: int = ROOM, **options: Any) -> DiskStore:
+        stores.append(DiskStore(folder, capacity, **options))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+def path_of(folder: Path, number: int) -> Path:
+    name = entry_name(make_key(number), "raw")
+    return folder / "entries" / name[:2] / f"{name}.safetensors"
+
+
+def files(folder: Path, part: str) -> list[Path]:
+    return [path for path in (folder / part).rglob("*") if path.is_file()]
+
+
+def value_of(store: DiskStore, number: int) -> float | None:
+    """What an entry's tensors hold, all of them the same; None if it is not there."""
+    entry = store.get_many([make_key(number)]).get(make_key(number))
+    if entry is None:
+        return None
+    value = float(entry.encoder[0, 0])
+    assert holds(entry, value)
+    return value
+
+
+def test_entries_outlive_the_process_that_wrote_them(opened: Callable[..., DiskStore]) -> None:
+    store = opened()
+    assert all(store.put(make_entry(n)) for n in (1, 2))
+    store.close()
+    again = opened()
+    assert (value_of(again, 1), value_of(again, 2), value_of(again, 3)) == (1, 2, None)
+    assert again.stats().entries == 2
+
+
+def test_only_the_owner_may_read(opened: Callable[..., DiskStore], folder: Path) -> None:
+    opened().put(make_entry(1))
+    for path in [folder, *folder.rglob("*")]:
+        if path.suffix != ".sqlite" and not path.name.startswith(INDEX):
+            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+# Crashes
+
+
+def write_until_killed(folder: Path, capacity: int, seed: int, report: int) -> None:
+    store = DiskStore(folder, capacity)
+    rng = random.Random(seed)
+    for turn in range(1, 1_000_000):
+        number = rng.randrange(12)
+        value = seed * 1000 + turn
+        if store.put(make_entry(number, fill=value)):
+            os.write(report, f"{number} {value}\n".encode())
+
+
+@pytest.mark.parametrize("room", [100, 6], ids=["roomy", "evicting"])
+def test_a_writer_killed_at_any_moment_leaves_whole_entries(folder: Path, room: int) -> None:
+    rng = random.Random(room)
+    acknowledged: dict[int, float] = {}
+    for seed in range(100):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            try:
+                write_until_killed(folder, room * SIZE, seed, write)
+            finally:
+                os._exit(1)
+        os.close(write)
+        with os.fdopen(read) as reports:
+            acknowledged_now = [reports.readline()]  # it is at work
+            time.sleep(rng.uniform(0, 0.03))
+            os.kill(child, signal.SIGKILL)
+            acknowledged_now += reports.readlines()
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        for line in acknowledged_now:
+            number, value = line.split()
+            acknowledged[int(number)] = float(value)
+        store = DiskStore(folder, room * SIZE)
+        assert not files(folder, "incoming")
+        assert not files(folder, "quarantine")
+        assert store.stats().held_bytes == sum(p.stat().st_size for p in files(folder, "entries")) <= room * SIZE
+        for number in range(12):
+            value = value_of(store, number)
+            if room == 100 and number in acknowledged:
+                assert value is not None, "an acknowledged entry is lost"
+                assert value >= acknowledged[number], "an older entry took a newer one's place"
+        assert not store.stats().faults
+        store.close()
+    assert len(acknowledged) == 12
+
+
+def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(opened: Callable[..., DiskStore], folder: Path) -> None:
+    opened().close()
+    (folder / "incoming" / "half.safetensors").write_bytes(b"half")
+    store = opened()
+    assert not files(folder, "incoming")
+    writing = store._folder.write(_encoded(1))
+    opened()
+    assert files(folder, "incoming") == [writing.path]
+    writing.discard()
+    assert not files(folder, "incoming")
+
+
+def _encoded(number: int) -> Any:
+    from vlcache.store.codec import encode
+
+    return encode(make_entry(number))
+
+
+def test_an_index_that_is_gone_or_broken_is_rebuilt(
+    opened: Callable[..., DiskStore], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened()
+    assert all(store.put(make_entry(n)) for n in (1, 2, 3))
+    store.close()
+    (folder / INDEX).unlink()
+    path_of(folder, 2).unlink()
+    store = opened()
+    assert store.stats().entries == 2
+    assert (value_of(store, 1), value_of(store, 3)) == (1, 3)
+    store.close()
+    (folder / INDEX).write_bytes(b"no database at all, but long enough to be looked at as one" * 100)
+    with caplog.at_level(logging.WARNING, "vlcache"):
+        store = opened()
+    assert len(caplog.records) == 1
+    assert store.stats().entries == 2
+    assert store.put(make_entry(4))
+    assert value_of(store, 4) == 4
+
+
+def test_the_index_follows_what_happened_to_the_files(opened: Callable[..., DiskStore], folder: Path) -> None:
+    store = opened()
+    assert all(store.put(make_entry(n)) for n in (1, 2))
+    store.close()
+    path_of(folder, 1).unlink()
+    (folder / "entries" / "README").write_text("not an entry")
+    (folder / "entries" / "ab").mkdir(exist_ok=True)
+    (folder / "entries" / "ab" / "..safetensors").write_text("not an entry either")
+    store = opened()
+    assert store.stats().entries == 1
+    assert store.stats().held_bytes == SIZE
+    assert (folder / "entries" / "README").exists()
+
+
+def test_a_smaller_bound_is_kept_from_the_start(opened: Callable[..., DiskStore]) -> None:
+    store = opened()
+    assert all(store.put(make_entry(n)) for n in range(6))
+    store.close()
+    store = opened(int(2.5 * SIZE))
+    assert store.stats().entries == 2
+    assert kept(store, *range(6)) == [4, 5]
+
+
+# Faults
+
+CALLS = ["open", "write", "fsync", "replace", "preadv", "pread", "fstat", "mkdir"]
+
+
+class Failing:
+    """Lets an `os` function fail at its n-th call from now on that touches the store."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: int) -> None:
+        self.calls = 0
+        real = getattr(os, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls == at:
+                raise OSError(error, os.strerror(error))
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, name, call)
+
+    def hit(self, at: int) -> bool:
+        return self.calls >= at
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_may_fail(name: str, error: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Open, put a new entry, put an old one anew, get: with the n-th call failing, for every n there is."""
+    for at in range(1, 100):
+        folder = tmp_path / f"{at}"
+        if name != "mkdir":  # which only matters where nothing is yet
+            store = DiskStore(folder, ROOM)
+            assert store.put(make_entry(1))
+            store.close()
+        caplog.clear()
+        with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, "vlcache"):
+            failing = Failing(patch, name, at, error)
+            store = DiskStore(folder, ROOM)
+            put = store.put(make_entry(2)), store.put(make_entry(1, fill=7))
+            got = []
+            for number in (1, 2):
+                try:
+                    got.append(value_of(store, number))
+                except EntryLostError:
+                    got.append(None)
+            stats = store.stats()
+            store.close()
+        assert got[0] in ({7.0, None} if put[1] else {1.0, 7.0, None})
+        assert got[1] in ({2.0, None} if put[0] else {None})
+        if failing.hit(at):
+            assert sum(stats.faults.values()) >= 1, "not counted"
+            assert len(caplog.records) == len(stats.faults) >= 1, "one warning a kind"
+        else:
+            assert put == (True, True)
+            assert got == [7.0, 2.0]
+            assert not stats.faults
+        # Afterwards all is well, and what had been acknowledged and not failed is there
+        store = DiskStore(folder, ROOM)
+        assert not files(folder, "incoming")
+        after = value_of(store, 1), value_of(store, 2)
+        assert after[0] in {1.0, 7.0, None}
+        assert after[1] in {2.0, None}
+        assert store.put(make_entry(3))
+        assert value_of(store, 3) == 3
+        store.close()
+        if not failing.hit(at):
+            return
+    raise AssertionError("calls without end")
+
+
+def test_a_full_disk_refuses_and_keeps_what_is_there(
+    opened: Callable[..., DiskStore], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, write = opened(), os.write
+    assert store.put(make_entry(1))
+
+    def half(handle: int, data: Any) -> int:
+        if len(data) > 4096:
+            return write(handle, data[:4096])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", half)
+    with caplog.at_level(logging.WARNING, "vlcache"):
+        assert not any(store.put(make_entry(n)) for n in (2, 3, 4))
+    assert len(caplog.records) == 1
+    assert store.stats().faults == {"disk: ENOSPC": 3}
+    assert store.stats().refusals == 3
+    assert not files(folder, "incoming")
+    monkeypatch.undo()
+    assert kept(store, 1, 2, 3, 4) == [1]
+    assert store.put(make_entry(2))
+
+
+def test_a_folder_that_cannot_be_is_a_miss_and_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with caplog.at_level(logging.WARNING, "vlcache"):
+        store = DiskStore(tmp_path / "file" / "store", ROOM)
+        assert not store.put(make_entry(1))
+        assert kept(store, 1) == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert store.stats().faults["disk: ENOTDIR"] >= 1
+    store.close()
+
+
+def test_a_read_only_folder_still_gives_what_it_has(
+    opened: Callable[..., DiskStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened()
+    store.put(make_entry(1))
+    store.close()
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def locked(*args: Any, **options: Any) -> Any:
+        raise sqlite3.OperationalError("attempt to write a readonly database")
+
+    for name in ("mkdir", "write", "replace", "unlink"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(index_module.sqlite3, "connect", locked)
+    with caplog.at_level(logging.WARNING, "vlcache"):
+        store = opened()
+        assert value_of(store, 1) == 1
+        assert not store.put(make_entry(2))
+    assert len(caplog.records) == len(store.stats().faults) == 1
+
+
+def test_an_index_that_another_process_holds_is_a_counted_refusal(
+    opened: Callable[..., DiskStore], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "BUSY_S", 0.05)
+    store = opened()
+    assert store.put(make_entry(1))
+    other = sqlite3.connect(folder / INDEX, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert not store.put(make_entry(2))
+    assert value_of(store, 1) == 1, "a lookup does not ask the index"
+    assert store.stats().faults == {"index: OperationalError": 1}
+    other.execute("ROLLBACK")
+    assert store.put(make_entry(2))
+    other.close()
+
+
+# Damage
+
+
+@pytest.mark.parametrize("where", ["head", "encoder", "layers", "cut", "longer", "empty"])
+def test_a_damaged_entry_is_a_counted_miss_and_goes_to_quarantine(
+    where: str, opened: Callable[..., DiskStore], folder: Path
+) -> None:
+    store = opened()
+    assert all(store.put(make_entry(n)) for n in (1, 2))
+    path = path_of(folder, 1)
+    data = bytearray(path.read_bytes())
+    at = {"head": 300, "encoder": len(data) // 4, "layers": len(data) - 10}.get(where)
+    if at is not None:
+        data[at] ^= 4
+    data = {"cut": data[:-1], "longer": data + b"x", "empty": bytearray()}.get(where, data)
+    path.write_bytes(data)
+    if where == "layers":
+        with pytest.raises(EntryLostError):
+            value_of(store, 1)
+    else:
+        assert value_of(store, 1) is None
+    assert [reason.split(":")[0] for reason in store.stats().faults] == ["damaged"]
+    assert not path.exists()
+    assert [p.name for p in files(folder, "quarantine")] == [path.name]
+    assert value_of(store, 1) is None
+    assert sum(store.stats().faults.values()) == 1
+    assert value_of(store, 2) == 2
+    assert store.stats().entries == 1
+    assert store.put(make_entry(1, fill=5))
+    assert value_of(store, 1) == 5
+
+
+def test_the_quarantine_does_not_grow_without_bound(opened: Callable[..., DiskStore], folder: Path) -> None:
+    store = opened()
+    for number in range(QUARANTINED + 4):
+        store.put(make_entry(number))
+        path_of(folder, number).write_bytes(b"damaged")
+        assert value_of(store, number) is None
+    assert len(files(folder, "quarantine")) == QUARANTINED
+
+
+def test_an_entry_of_another_version_is_left_alone(opened: Callable[..., DiskStore], folder: Path) -> None:
+    from test_codec import rewrite
+
+    store = opened()
+    store.put(make_entry(1))
+    data = rewrite({"format_version": "2"})
+    path_of(folder, 1).write_bytes(data)
+    assert value_of(store, 1) is None
+    assert store.stats().faults == {"foreign: format version": 1}
+    assert path_of(folder, 1).read_bytes() == data
+
+
+def test_another_entry_under_the_name_is_not_taken_for_it(opened: Callable[..., DiskStore], folder: Path) -> None:
+    store = opened()
+    assert all(store.put(make_entry(n)) for n in (1, 2))
+    path_of(folder, 1).write_bytes(path_of(folder, 2).read_bytes())
+    assert value_of(store, 1) is None
+    assert store.stats().faults == {"foreign: key": 1}
+
+
+def test_writers_of_other_dtypes_do_not_meet(opened: Callable[..., DiskStore]) -> None:
+    raw, small = opened(), opened(stored="int8")
+    assert raw.put(make_entry(1))
+    assert kept(small, 1) == []
+    assert small.put(make_entry(1, fill=3))
+    assert (value_of(raw, 1), value_of(small, 1)) == (1, 3)
+
+
+def test_names_from_outside_are_not_paths(opened: Callable[..., DiskStore], folder: Path) -> None:
+    store = opened()
+    key = replace(make_key(1), content="../../../../tmp/x", scope="/etc/passwd")
+    entry = make_entry(1)
+    assert store.put(replace(entry, header=replace(entry.header, key=key)))
+    assert key in store.get_many([key])
+    (found,) = files(folder, "entries")
+    assert len(found.stem) == 64
+
+
+# What goes first
+
+
+def test_what_costs_more_to_compute_stays_longer(opened: Callable[..., DiskStore]) -> None:
+    store = opened(int(3.5 * SIZE))
+    costly = replace(make_entry(1), cost_s=50.0)
+    assert store.put(costly)
+    assert all(store.put(replace(make_entry(n), cost_s=1.0)) for n in range(2, 8))
+    assert kept(store, *range(1, 8)) == [1, 6, 7]
+
+
+def test_what_costs_more_goes_too_when_it_is_not_used(opened: Callable[..., DiskStore]) -> None:
+    store = opened(int(3.5 * SIZE))
+    assert store.put(replace(make_entry(1), cost_s=4.0))
+    assert all(store.put(replace(make_entry(n), cost_s=1.0)) for n in range(2, 30))
+    assert kept(store, 1, 28, 29) == [28, 29]
+
+
+def test_noise_in_the_cost_does_not_outrank_use(opened: Callable[..., DiskStore]) -> None:
+    rows = [Row("n", "", "", "", "", 1, 10**6, True, cost_s, 0.0) for cost_s in (0.9, 1.0, 1.2)]
+    assert len({row.worth for row in rows}) == 1
+    assert replace(rows[0], cost_s=10.0).worth == 8 * rows[0].worth
+
+
+def test_an_entry_that_is_slower_to_load_than_to_compute_is_not_loaded(opened: Callable[..., DiskStore]) -> None:
+    worth = Worth()
+    store = opened(worth=worth)
+    assert store.put(replace(make_entry(1), cost_s=0.001))
+    assert value_of(store, 1) == 1, "nothing is known of the disk yet"
+    worth.loaded("disk", SIZE, 1000.0)
+    while worth.rate("disk") > SIZE / 10:
+        worth.loaded("disk", SIZE, 1000.0)
+    assert value_of(store, 1) is None
+    assert store.stats().faults == {SLOWER: 1}
+    worth.computed(TOKENS, 100.0)
+    assert value_of(store, 1) == 1, "computing is slower still"
+
+
+# Several processes
+
+
+def _hammer(folder: Path, seed: int, until: float, errors: Any) -> None:
+    try:
+        rng, store, turns = random.Random(seed), DiskStore(folder, int(8.5 * SIZE)), 0
+        while time.time() < until:
+            number = rng.randrange(16)
+            if rng.random() < 0.4:
+                assert store.put(make_entry(number))
+            else:
+                assert value_of(store, number) in (number, None)
+            turns += 1
+        stats = store.stats()
+        assert not stats.faults, stats.faults
+        assert stats.hits > 0
+        assert stats.held_bytes <= stats.capacity_bytes
+        store.close()
+        errors.put((turns, stats.hits, ""))
+    except BaseException as error:
+        errors.put((0, 0, f"{type(error).__name__}: {error}"))
+        raise
+
+
+def test_four_processes_on_one_folder(folder: Path) -> None:
+    seconds = float(os.environ.get("HAMMER_S", "5"))
+    fork = multiprocessing.get_context("fork")
+    results: Any = fork.Queue()
+    until = time.time() + seconds
+    workers = [fork.Process(target=_hammer, args=(folder, seed, until, results)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    outcomes = [results.get(timeout=seconds + 60) for _ in workers]
+    for worker in workers:
+        worker.join()
+    assert [error for _, _, error in outcomes] == [""] * 4
+    print(
+        f"{sum(turns for turns, _, _ in outcomes)} turns, {sum(hits for _, hits, _ in outcomes)} hits in {seconds:g} s"
+    )
+    store = DiskStore(folder, int(8.5 * SIZE))
+    assert store.stats().held_bytes == sum(p.stat().st_size for p in files(folder, "entries")) <= 8.5 * SIZE
+    store.close()
+
+
+def test_a_negative_bound_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="-1 bytes is negative"):
+        DiskStore(folder, -1)
