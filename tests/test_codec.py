@@ -17,8 +17,10 @@ from entries import GEOMETRY, make_entry, make_key
 from safetensors import safe_open
 
 from vlcache.rope import Rope
+from vlcache.store import arrival as arrival_module
 from vlcache.store.arrival import Arrival
-from vlcache.store.codec import DamagedError, ForeignError, Part, encode, entry_name, parse_head
+from vlcache.store.codec import Part, encode, entry_name, parse_head
+from vlcache.store.faults import DamagedError, ForeignError
 from vlcache.types import Entry, EntryKey, EntryLostError, Stored
 
 GOLDEN = Path(__file__).parent / "data" / "entry-1.safetensors"
@@ -64,7 +66,7 @@ def read_all(data: bytes) -> Entry:
     head = parse_head(data)
     if head.size != len(data):
         raise DamagedError("truncated")
-    arrival = Arrival(head, read)
+    arrival = Arrival(head, read, pytest.fail)
     for layer in range(head.header.geometry.layers if head.has_kv else 0):
         arrival.load(layer)
     return arrival.entry
@@ -202,6 +204,12 @@ def rewrite(change: dict[str, Any], **table: Any) -> bytes:
         ({"grid": "[1, 2]"}, "format"),
         ({"rope": "[]"}, "format"),
         ({"layers": "2"}, "format"),
+        ({"cost_s": "inf"}, "format"),
+        ({"cost_s": "-1.0"}, "format"),
+        ({"created_s": "nan"}, "format"),
+        ({"content": ["text"]}, "format"),
+        ({"rope": "[" * 100_000}, "format"),
+        ({"grid": "[1, 2, Infinity]"}, "format"),
     ],
 )
 def test_a_head_that_says_something_else_is_foreign(change: dict[str, str], reason: str) -> None:
@@ -237,7 +245,7 @@ def test_whoever_waits_for_a_layer_that_does_not_come_is_told() -> None:
     def read(part: Part, out: memoryview) -> None:
         out[:] = data[part.start : part.stop]
 
-    arrival = Arrival(parse_head(bytes(data)), read)
+    arrival = Arrival(parse_head(bytes(data)), read, pytest.fail)
     arrival.load(0)
     assert arrival.entry.kv(0)[0].shape == (4, 2, 4)
     arrival.load(1)
@@ -247,3 +255,26 @@ def test_whoever_waits_for_a_layer_that_does_not_come_is_told() -> None:
     assert torch.equal(arrival.entry.kv(1)[1], golden_entry().kv(1)[1]), "what came is sound"
     with pytest.raises(EntryLostError, match="damaged"):
         arrival.entry.kv(2)
+
+
+def test_a_layer_that_never_comes_is_waited_for_so_long_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrival_module, "TIMEOUT_S", 0.05)
+    data, late = to_bytes(golden_entry()), []
+
+    def read(part: Part, out: memoryview) -> None:
+        out[:] = data[part.start : part.stop]
+
+    arrival = Arrival(parse_head(data), read, late.append)
+    arrival.load(0)
+    with pytest.raises(EntryLostError, match="no layer for"):
+        arrival.entry.kv(1)
+    assert len(late) == 1
+
+
+def test_a_large_entry_arrives_in_memory_of_its_own() -> None:
+    entry = make_entry(3, tokens=30_000)  # over 4 MB of K and V
+    back = read_all(to_bytes(entry))
+    assert torch.equal(back.kv(2)[1], entry.kv(2)[1])
+    assert back.keys is not None
+    assert back.keys.is_contiguous()
+    back.keys[0, 0] = 1.0

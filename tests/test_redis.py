@@ -18,8 +18,9 @@ from servers import Proxy, RedisServer
 
 from vlcache.errors import ConfigError
 from vlcache.store.breaker import Breaker, OpenError
+from vlcache.store.codec import encode, parse_head
 from vlcache.store.redis import RedisStore
-from vlcache.store.remote import PREFIX
+from vlcache.store.remote import PREFIX, part_keys
 from vlcache.types import EntryLostError
 
 SIZE = file_size(make_entry(0))
@@ -118,8 +119,6 @@ def test_a_part_that_is_not_as_written_is_a_counted_miss(
 
 
 def _bytes(number: int, part: str) -> bytes:
-    from vlcache.store.codec import encode
-
     return next(bytes(view) for some, view in encode(make_entry(number)).parts if some.name == part)
 
 
@@ -145,6 +144,75 @@ def test_an_entry_put_anew_leaves_nothing_of_the_old_one(opened: Opened, redis_s
         assert store.put(make_entry(1, fill=fill))
         assert value_of(store, 1) == fill
         assert len(names(redis_server)) == before
+
+
+def test_an_entry_put_again_as_it_is_stays_whole_whatever_happens(opened: Opened, redis_server: RedisServer) -> None:
+    store, client = opened(), redis_server.client
+    assert store.put(make_entry(1))
+    client.config_set("maxmemory", 1)
+    try:
+        store.put(make_entry(1))
+    finally:
+        client.config_set("maxmemory", 0)
+    assert value_of(store, 1) == 1
+    assert store.put(make_entry(1))
+    assert all(client.ttl(name) == -1 for name in names(redis_server, f"{PREFIX}*"))
+
+
+def test_an_entry_without_kv_does_not_take_the_place_of_one_with(opened: Opened, redis_server: RedisServer) -> None:
+    store = opened()
+    bare = replace(make_entry(1, fill=5), keys=None, values=None)
+    assert store.put(bare)
+    assert store.put(make_entry(1))
+    before = names(redis_server)
+    assert store.put(bare)
+    # Also where it was written meanwhile
+    data = encode(bare)
+    store._client.mset(
+        {
+            key: bytes(view)
+            for key, (_, view) in zip(part_keys(parse_head(data.head), data.head), data.parts, strict=True)
+        }
+    )
+    member = store._member(make_key(1))
+    assert store._place(args=[PREFIX, 0, ROOM, data.size, member, data.head, 0]) == [2, 0]
+    assert names(redis_server) == before
+    assert value_of(store, 1) == 1
+
+
+def test_a_server_that_lost_its_lists_goes_on(opened: Opened, redis_server: RedisServer) -> None:
+    store, client = opened(int(3.5 * SIZE)), redis_server.client
+    for lost in ("used", "held", "sizes"):
+        client.flushall()
+        assert all(store.put(make_entry(n)) for n in range(3))
+        client.delete(PREFIX + lost)
+        if lost == "sizes":
+            assert all(value_of(store, n) == n for n in range(3)), "looking an entry up lists it again"
+            client.set(PREFIX + "held", sum(map(int, client.hvals(PREFIX + "sizes"))))
+        assert all(store.put(make_entry(n)) for n in range(3, 6))
+        assert store.put(make_entry(6))
+        if lost != "held":
+            assert store.stats().held_bytes <= 3.5 * SIZE
+
+
+def test_what_expired_is_no_longer_counted(opened: Opened, redis_server: RedisServer) -> None:
+    store = opened(ttl_s=1)
+    assert store.put(make_entry(1))
+    time.sleep(1.2)
+    assert (store.stats().entries, store.stats().held_bytes) == (0, 0)
+    assert names(redis_server, f"{PREFIX}*{{*") == []
+
+
+def test_uses_of_a_faster_tier_reach_the_server(opened: Opened, redis_server: RedisServer) -> None:
+    store, client = opened(ttl_s=100), redis_server.client
+    store.put(make_entry(1))
+    for name in names(redis_server, f"{PREFIX}*{{*"):
+        client.expire(name, 50)
+    store._touch_at = 0.0
+    with store.pin([make_key(1)]):
+        pass
+    store.close()
+    assert all(client.ttl(name) > 90 for name in names(redis_server, f"{PREFIX}*{{*"))
 
 
 def test_eviction_leaves_nothing_behind(opened: Opened, redis_server: RedisServer) -> None:
@@ -362,6 +430,12 @@ def test_a_writer_killed_at_any_moment_leaves_whole_entries(opened: Opened, redi
             value_of(store, number)  # holds one value throughout, or is not there
     assert not store.stats().faults
     assert store.stats().entries == 6
+    client = redis_server.client
+    heads = {name.removesuffix(":head"): client.get(name) for name in names(redis_server, f"{PREFIX}*:head")}
+    owned = {key for head in heads.values() for key in part_keys(parse_head(head), head)}
+    orphans = {name for name in names(redis_server, f"{PREFIX}*{{*") if not name.endswith(":head")} - owned
+    assert all(0 < client.ttl(name) <= 600 for name in orphans), "what killed writers left expires"
+    assert all(client.ttl(name) == -1 for name in owned)
 
 
 def test_a_tenants_entries_are_invisible_to_another(opened: Opened) -> None:

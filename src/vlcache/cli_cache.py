@@ -33,16 +33,28 @@ def _tiers(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def _open(disk_path: str | None, redis_url: str | None) -> Iterator[Mapping[str, Tier]]:
+def _open(disk_path: str | None, redis_url: str | None, **bounds: Any) -> Iterator[Mapping[str, Tier]]:
+    """The tiers named on the command line, or else those of the configuration."""
     from vlcache.config import load_config
     from vlcache.store.contents import lasting_tiers
 
-    tiers = lasting_tiers(load_config(disk_path=disk_path, redis_url=redis_url))
+    if disk_path or redis_url:
+        disk_path, redis_url = disk_path or "", redis_url or ""
+    tiers = lasting_tiers(load_config(disk_path=disk_path, redis_url=redis_url, **bounds), bounded=bool(bounds))
     try:
         yield tiers
     finally:
         for tier in tiers.values():
             tier.close()
+
+
+def _end(tiers: Mapping[str, Tier], failed: bool = False) -> None:
+    """Say what went wrong in closed tiers, and exit with status 1 if anything did."""
+    faults = {f"{label}: {reason}": n for label, tier in tiers.items() for reason, n in tier.stats().faults.items()}
+    for text, times in faults.items():
+        click.echo(f"vlcache: {text} ({times})", err=True)
+    if faults or failed:
+        sys.exit(1)
 
 
 @contextmanager
@@ -75,6 +87,7 @@ def ls(disk_path: str | None, redis_url: str | None, as_json: bool) -> None:
         found = [item.to_dict() for item in items(tiers)]
     if as_json:
         click.echo(json.dumps(found))
+        _end(tiers)
         return
     table = Table(
         "tier", "picture", "tokens", "MB", "K/V", "stored", "model", "tenant", "age", box=None, pad_edge=False
@@ -93,6 +106,7 @@ def ls(disk_path: str | None, redis_url: str | None, as_json: bool) -> None:
             f"{hours / 24:.0f} d" if hours >= 48 else f"{hours:.1f} h",
         )
     Console(soft_wrap=True).print(table)
+    _end(tiers)
 
 
 @cache.command()
@@ -107,16 +121,14 @@ def stats(disk_path: str | None, redis_url: str | None, as_json: bool) -> None:
             found[name] = {
                 "entries": held.entries,
                 "held_bytes": held.held_bytes,
-                "capacity_bytes": held.capacity_bytes,
                 "faults": dict(held.faults),
             }
     if as_json:
         click.echo(json.dumps(found))
-        return
-    for name, one in found.items():
-        click.echo(f"{name}: {one['entries']} entries, {_gb(one['held_bytes'])} of {_gb(one['capacity_bytes'])} GB")
-        for reason, times in one["faults"].items():
-            click.echo(f"  {reason}: {times}")
+    else:
+        for name, one in found.items():
+            click.echo(f"{name}: {one['entries']} entries, {_gb(one['held_bytes'])} GB")
+    _end(tiers)
 
 
 @cache.command()
@@ -140,10 +152,8 @@ def verify(disk_path: str | None, redis_url: str | None, as_json: bool) -> None:
         click.echo(json.dumps(result))
     else:
         for label, one in result.items():
-            faults = ", ".join(f"{reason} ({times})" for reason, times in one["faults"].items())
-            click.echo(f"{label}: {one['sound']} sound; {faults or 'nothing wrong'}")
-    if any(one["faults"] for one in result.values()):
-        sys.exit(1)
+            click.echo(f"{label}: {one['sound']} of {len(names[label])} entries are sound")
+    _end(tiers)
 
 
 @cache.command()
@@ -168,7 +178,10 @@ def clear(disk_path: str | None, redis_url: str | None, model: str, tenant: str,
             for item in chosen:
                 tiers[item.tier].remove(item.name)
                 advance()
+        for tier in () if model or tenant else tiers.values():
+            tier.clear_quarantine()
     click.echo(json.dumps({"removed": len(chosen)}) if as_json else f"{len(chosen)} entries removed")
+    _end(tiers)
 
 
 @cache.command("export")
@@ -186,25 +199,35 @@ def export_(archive: Path, disk_path: str | None, redis_url: str | None, as_json
             advance()
     size = archive.stat().st_size
     click.echo(json.dumps({"entries": written, "bytes": size}) if as_json else f"{written} entries, {_gb(size)} GB")
+    _end(tiers)
 
 
 @cache.command("import")
 @click.argument("archive", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @_tiers
+@click.option("--disk-gb", type=float, help="Bound of the directory.")
+@click.option("--redis-gb", type=float, help="Bound of all entries on the server.")
 @_JSON
-def import_(archive: Path, disk_path: str | None, redis_url: str | None, as_json: bool) -> None:
+def import_(
+    archive: Path,
+    disk_path: str | None,
+    redis_url: str | None,
+    disk_gb: float | None,
+    redis_gb: float | None,
+    as_json: bool,
+) -> None:
     """Put an archive's entries into the directory and the server. Exit status 1 if one was damaged or refused."""
     from vlcache.store.contents import import_ as take
 
     counts: Counter[str] = Counter()
-    with _open(disk_path, redis_url) as tiers, _progress("importing", None) as advance:
+    bounds = {"disk_gb": disk_gb, "redis_gb": redis_gb}
+    with _open(disk_path, redis_url, **bounds) as tiers, _progress("importing", None) as advance:
         for _, outcome in take(tiers, archive):
             counts[outcome] += 1
             advance()
     text = ", ".join(f"{times} {outcome}" for outcome, times in counts.items()) or "the archive is empty"
     click.echo(json.dumps(dict(counts)) if as_json else text)
-    if set(counts) - {"kept"}:
-        sys.exit(1)
+    _end(tiers, failed=bool(set(counts) - {"kept"}))
 
 
 def _gb(size: int) -> str:

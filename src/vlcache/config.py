@@ -11,11 +11,11 @@ import dataclasses
 import difflib
 import math
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
+from urllib.parse import urlsplit
 
 from vlcache.errors import ConfigError
 from vlcache.policies import DEFAULT_POLICY, parse_policy
@@ -24,6 +24,7 @@ from vlcache.types import Stored
 __all__ = ["Config", "load_config"]
 
 _PREFIX = "VLCACHE_"
+_SECRETS = ("cache_salt", "redis_url")
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -68,11 +69,11 @@ class Config:
     prefix_cache: bool = True
     prefix_gb: float = 1.0
     max_image_pixels: int = 64_000_000
-    cache_salt: str = ""
+    cache_salt: str = field(default="", repr=False)
     checkpoint_layers: tuple[int, ...] = ()
     disk_path: str = ""
     disk_gb: float = 20.0
-    redis_url: str = ""
+    redis_url: str = field(default="", repr=False)
     redis_gb: float = 20.0
     redis_ttl_s: float = 604_800.0
     store_dtype: Stored = "raw"
@@ -95,11 +96,23 @@ class Config:
             raise ConfigError("checkpoint_layers: layers count from 1; layer 0 always is a checkpoint")
 
     def shown(self) -> dict[str, object]:
-        """For printing: without the password of a URL, and without the salt."""
+        """For printing: of the secrets only that they are set, of a URL where it leads."""
         values = dataclasses.asdict(self)
-        values["redis_url"] = re.sub(r"//[^/@]*@", "//...@", self.redis_url)
+        values["redis_url"] = _without_secrets(self.redis_url)
         values["cache_salt"] = "set" if self.cache_salt else ""
         return values
+
+
+def _without_secrets(url: str) -> str:
+    """Scheme, host and port; a password may stand in the rest."""
+    try:
+        parts = urlsplit(url)
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:
+        return "set"
+    if url and not parts.hostname:
+        return "set"
+    return f"{parts.scheme}://{parts.hostname}{port}" if url else ""
 
 
 def load_config(
@@ -182,7 +195,8 @@ def _convert(key: str, value: object) -> object:
         return value
     except (KeyError, TypeError, ValueError):
         kind = "list of integers" if isinstance(default, tuple) else type(default).__name__
-        raise ConfigError(f"option {key}: {value!r} is not a {kind}; the default is {default!r}") from None
+        shown = "what is given" if key in _SECRETS else repr(value)
+        raise ConfigError(f"option {key}: {shown} is not a {kind}; the default is {default!r}") from None
 
 
 def _read_int(value: object) -> int:

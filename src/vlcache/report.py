@@ -58,7 +58,8 @@ class Report:
     moved_bytes : int
         K/V bytes put in place for reused tokens.
     seconds : dict
-        Wall time by stage: media, tokens, lookup, encode, prefill, store.
+        Wall time by stage: media, tokens, lookup, encode, prefill, store; and lost, where an entry was found damaged
+        while it was used.
     """
 
     spans: tuple[SpanReport, ...]
@@ -167,6 +168,11 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+
+    def lose(self) -> None:
+        """What was spent so far on looking up and computing was in vain; it counts as `lost`."""
+        spent = sum(self.seconds.pop(name, 0.0) for name in ("lookup", "encode", "prefill"))
+        self.seconds["lost"] = self.seconds.get("lost", 0.0) + spent
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

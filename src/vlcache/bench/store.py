@@ -22,6 +22,7 @@ import torch
 from vlcache.bench.machine import describe_run, seconds_of
 from vlcache.bench.ttft import Settings as TtftSettings
 from vlcache.bench.ttft import Workbench
+from vlcache.config import Config
 from vlcache.engines.transformers import VLCache
 from vlcache.engines.transformers.support import describe
 from vlcache.errors import ConfigError
@@ -134,7 +135,7 @@ def _rates(
     path = folder / "entries" / name[:2] / f"{name}.safetensors"
     touched = bytearray(len(data))
     arms: Arms = {
-        "memcpy": lambda: touched.__setitem__(slice(None), data),
+        "memcpy": partial(_copy, touched, data),
         "memory put": lambda: stores["memory"].put(entry),
         "memory get": lambda: _get(stores["memory"], key),
         "disk raw write": partial(_write_raw, folder / "raw", data),
@@ -177,6 +178,10 @@ def _rates(
     for arm, rate in rates.items():
         say(f"  {arm:<30} {rate / 1e9:8.2f} GB/s   {len(data) / rate * 1e3:8.1f} ms")
     return out
+
+
+def _copy(into: bytearray, data: bytes) -> None:
+    memoryview(into)[:] = data
 
 
 def _write_raw(path: Path, data: bytes) -> None:
@@ -228,7 +233,7 @@ def _ttft(
             caches[name] = stack.enter_context(cache)
             caches[name].prefill(bench.chat(known, 0, longer=13))
         fresh = stack.enter_context(
-            VLCache(bench.model, bench.processor, settings.policy, prefix_cache=False, memory_gb=0)
+            VLCache(bench.model, bench.processor, config=Config(settings.policy, memory_gb=0, prefix_cache=False))
         )
         for turn in range(settings.ttft_runs + 1):
             number += 1

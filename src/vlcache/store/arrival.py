@@ -10,8 +10,11 @@ check.)
 
 from __future__ import annotations
 
+import math
+import mmap
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -25,6 +28,7 @@ __all__ = ["Arrival", "Read", "fetch", "load_layers"]
 Read = Callable[[Part, memoryview], None]
 """Fills the view with a part's bytes, or raises: DamagedError, or what its medium raises."""
 
+_HUGE_BYTES = 4 << 20
 TIMEOUT_S = 60.0
 """How long a layer is waited for before the entry counts as lost."""
 
@@ -57,6 +61,8 @@ class Arrival:
     head : Head
     read : callable
         See `Read`; called from one thread at a time.
+    late : callable
+        Told the reason when a layer is waited for in vain.
 
     Attributes
     ----------
@@ -68,8 +74,9 @@ class Arrival:
     DamagedError
     """
 
-    def __init__(self, head: Head, read: Read) -> None:
-        self._head = head
+    def __init__(self, head: Head, read: Read, late: Callable[[str], object]) -> None:
+        self.head = head
+        self._late = late
         self._read = read
         self._there = 0
         self._lost: str | None = None
@@ -78,7 +85,7 @@ class Arrival:
         keys = values = None
         if head.has_kv:
             dtype = getattr(torch, head.header.dtype.removeprefix("torch."))
-            keys, values = (torch.empty((g.layers, n, g.kv_heads, g.head_dim), dtype=dtype) for _ in range(2))
+            keys, values = _memory((2, g.layers, n, g.kv_heads, g.head_dim), dtype)
         positions = fetch(parts["positions"], read)  # in the order of the file: what reads ahead relies on it
         self.entry = Entry(
             header=head.header,
@@ -97,11 +104,11 @@ class Arrival:
         """Read K and V of a layer; DamagedError or what the medium raises if they are not sound."""
         for name, all_layers in zip(layer_parts(layer), (self.entry.keys, self.entry.values), strict=True):
             assert all_layers is not None
-            if self._head.stored == "raw":
-                fetch(self._head.parts[name], self._read, all_layers[layer])
+            if self.head.stored == "raw":
+                fetch(self.head.parts[name], self._read, all_layers[layer])
             else:
-                scale = fetch(self._head.parts[f"{name}_scale"], self._read)
-                grow(fetch(self._head.parts[name], self._read), scale, all_layers[layer])
+                scale = fetch(self.head.parts[f"{name}_scale"], self._read)
+                grow(fetch(self.head.parts[name], self._read), scale, all_layers[layer])
         with self._changed:
             self._there = layer + 1
             self._changed.notify_all()
@@ -124,7 +131,22 @@ class Arrival:
             came = self._changed.wait_for(lambda: self._there > layer or self._lost is not None, TIMEOUT_S)
             if self._there > layer:
                 return
-            raise EntryLostError(self._head.header.key, self._lost if came and self._lost else "time-out")
+            if not came:
+                self._lost = f"no layer for {TIMEOUT_S:g} s"
+                self._late(self._lost)
+            raise EntryLostError(self.head.header.key, self._lost or "")
+
+
+def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of any values. A large one asks for huge pages: touching its memory for the first time, 4 kB at a time,
+    would take three times as long as reading an entry into it."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def load_layers(arrivals: Sequence[Arrival], fault: Callable[[Arrival, Exception], str]) -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -26,15 +26,14 @@ from torch import Tensor
 from vlcache.keys import digest, tensor_bytes
 from vlcache.rope import Rope
 from vlcache.store.eightbit import EIGHT_BIT, shrink
+from vlcache.store.faults import DamagedError, ForeignError
 from vlcache.types import LAYOUT, Entry, EntryKey, Geometry, Header, Stored
 
 __all__ = [
     "FORMAT",
     "HEAD_LIMIT",
     "VERSION",
-    "DamagedError",
     "Encoded",
-    "ForeignError",
     "Head",
     "Part",
     "check",
@@ -64,14 +63,6 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-class DamagedError(Exception):
-    """Bytes that are not what was written; the message is a short reason to count."""
-
-
-class ForeignError(Exception):
-    """A sound entry of another format version or kind; the message is a short reason to count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +115,11 @@ class Head:
     @property
     def has_kv(self) -> bool:
         return layer_parts(0)[0] in self.parts
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V as they are stored."""
+        return sum(part.nbytes for name, part in self.parts.items() if name.startswith("layer."))
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
@@ -258,16 +254,18 @@ def parse_head(data: bytes | memoryview) -> Head:
     size = head_size(data)
     if len(data) < size:
         raise DamagedError("truncated")
-    body, seal = bytes(data[: size - _DIGEST]), bytes(data[size - _DIGEST : size])
-    if hashlib.sha256(body).digest() != seal:
+    body = bytes(data[: size - _DIGEST])
+    if hashlib.sha256(body).digest() != data[size - _DIGEST : size]:
         raise DamagedError("head")
     try:
         table = json.loads(body[8:])
         metadata = table.pop("__metadata__")
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError("metadata is text")
         if metadata["format"] != FORMAT or metadata["format_version"] != str(VERSION):
             raise ForeignError("format version")
         return _read(table, metadata, size - _DIGEST)
-    except (KeyError, ValueError, TypeError, AttributeError):
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         raise ForeignError("format") from None  # its digest holds, so whoever wrote it meant something else
 
 
@@ -278,7 +276,7 @@ def _read(table: dict[str, Any], metadata: dict[str, str], base: int) -> Head:
     for name, row in table.items():
         start, stop = (base + offset for offset in row["data_offsets"])
         dtype, shape = _DTYPES[row["dtype"]], tuple(map(int, row["shape"]))
-        if start != at or stop - start != prod(shape) * dtype.itemsize:
+        if start != at or stop - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} is not where it belongs")
         parts[name] = Part(name, dtype, shape, start, stop, metadata[f"checksum.{name}"])
         at = stop
@@ -313,6 +311,8 @@ def _read(table: dict[str, Any], metadata: dict[str, str], base: int) -> Head:
         parts=parts,
         size=at,
     )
+    if not all(math.isfinite(seconds) and seconds >= 0 for seconds in (head.created_s, head.cost_s)):
+        raise ValueError("no time")
     _check_parts(head)
     return head
 

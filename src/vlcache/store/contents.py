@@ -6,21 +6,21 @@ import io
 import os
 import tarfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from vlcache.config import Config
 from vlcache.errors import ConfigError, InputError
 from vlcache.store.base import StoreStats
-from vlcache.store.codec import DamagedError, Encoded, ForeignError, Head, decode, entry_name
+from vlcache.store.codec import Encoded, Head, decode, entry_name, head_size, parse_head
+from vlcache.store.faults import DamagedError, ForeignError
 from vlcache.store.open import open_tiers
 from vlcache.worth import Worth
 
 __all__ = ["Item", "Tier", "export", "import_", "items", "lasting_tiers", "listed"]
 
-_LARGEST = 1 << 34
-"""A longer member of an archive is not an entry of ours."""
+_NO_BOUND_GB = 1e6
 
 
 class Tier(Protocol):
@@ -33,6 +33,8 @@ class Tier(Protocol):
     def whole(self, name: str) -> tuple[Head, Encoded] | None: ...
 
     def remove(self, name: str) -> None: ...
+
+    def clear_quarantine(self) -> None: ...
 
     def put_encoded(self, data: Encoded) -> bool: ...
 
@@ -70,14 +72,23 @@ class Item:
         }
 
 
-def lasting_tiers(config: Config) -> dict[str, Tier]:
+def lasting_tiers(config: Config, bounded: bool = False) -> dict[str, Tier]:
     """The tiers that a configuration names, without memory.
+
+    Parameters
+    ----------
+    bounded : bool
+        Keep to the configuration's bounds. Whoever only looks does not know those of the servers that use the tiers,
+        and must not evict for his own.
 
     Raises
     ------
     ConfigError
         It names none.
     """
+    config = replace(config, memory_gb=0)
+    if not bounded:
+        config = replace(config, disk_gb=_NO_BOUND_GB, redis_gb=_NO_BOUND_GB)
     tiers: dict[str, Any] = dict(open_tiers(config, Worth(always=True)))
     tiers.pop("memory").close()
     if not tiers:
@@ -121,7 +132,8 @@ def export(tiers: Mapping[str, Tier], path: Path) -> Iterator[bool]:
     todo = [(tier, name) for label, tier in tiers.items() for name in listed(label, tier)]
     partial, seen = path.with_name(path.name + ".part"), set()
     try:
-        with tarfile.open(partial, "w") as archive:
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
             for tier, name in todo:
                 found = tier.whole(name)
                 title = "" if found is None else entry_name(found[1].key, found[1].stored)
@@ -153,17 +165,23 @@ def import_(tiers: Mapping[str, Tier], path: Path) -> Iterator[tuple[str, str]]:
     try:
         with tarfile.open(path, "r|*") as archive:
             for member in archive:
-                file = archive.extractfile(member) if member.isfile() and member.size <= _LARGEST else None
-                yield member.name, "foreign" if file is None else _take(tiers, file.read())
+                file = archive.extractfile(member) if member.isfile() else None
+                yield member.name, _take(tiers, file, member.size)
     except OSError as error:
         raise InputError(f"archive {path}: {error.strerror or 'cannot be read'}; check the name") from None
     except tarfile.TarError:
         raise InputError(f"archive {path}: not a tar archive, or cut short; export it again") from None
 
 
-def _take(tiers: Mapping[str, Tier], data: bytes) -> str:
+def _take(tiers: Mapping[str, Tier], file: IO[bytes] | None, size: int) -> str:
+    if file is None:
+        return "foreign"
     try:
-        _, encoded = decode(data)
+        data = file.read(8)
+        data += file.read(head_size(data) - 8)
+        if parse_head(data).size != size:  # before so much is read
+            return "damaged"
+        _, encoded = decode(data + file.read())
     except DamagedError:
         return "damaged"
     except ForeignError:

@@ -9,11 +9,18 @@ import threading
 from collections import Counter
 
 from vlcache.store.breaker import OpenError
-from vlcache.store.codec import DamagedError, ForeignError
 
-__all__ = ["Faults"]
+__all__ = ["DamagedError", "Faults", "ForeignError"]
 
 _log = logging.getLogger("vlcache")
+
+
+class DamagedError(Exception):
+    """Bytes that are not what was written; the message is a short reason to count."""
+
+
+class ForeignError(Exception):
+    """A sound entry of another format version or kind; the message is a short reason to count."""
 
 
 class Faults:
@@ -39,12 +46,16 @@ class Faults:
             self._times[reason] += 1
             return self._times[reason] == 1
 
-    def meet(self, error: Exception) -> str:
-        """Count an error and, once a kind, warn. Returns the reason. Messages of others are not repeated: they may hold
-        a password or a picture's words."""
-        reason = self._reason(error)
+    def note(self, reason: str) -> None:
+        """Count something and, the first time, warn."""
         if self.count(reason):
             _log.warning("vlcache %s: %s; going on without", self._where, reason)
+
+    def meet(self, error: Exception) -> str:
+        """`note` an error. Returns the reason. Messages of others are not repeated: they may hold a password or a
+        picture's words."""
+        reason = self._reason(error)
+        self.note(reason)
         return reason
 
     def by_reason(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
     DIR/entries/3f/3fa9...e1.safetensors    an entry each, named by a digest of its key
     DIR/incoming/                           being written; locked while their writer lives
     DIR/quarantine/                         found damaged, the latest few
+    DIR/lock                                held while a process opens the directory
 
 A file gets its name after its bytes are on the disk. A reader holds the open file, so an entry that is evicted under it
 stays whole for it. Names come from digests, never from outside.
@@ -14,10 +15,12 @@ import fcntl
 import os
 import re
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vlcache.store.codec import DamagedError, Encoded, Head, Part, head_size, parse_head
+from vlcache.store.codec import Encoded, Head, Part, head_size, parse_head
+from vlcache.store.faults import DamagedError
 
 __all__ = ["EntryFile", "Folder", "Incoming"]
 
@@ -61,6 +64,12 @@ class EntryFile:
         """The first bytes, up to `size`."""
         return self._at_most(size, 0)
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Tells this file from a later one of the same name."""
+        about = os.fstat(self._handle)
+        return about.st_dev, about.st_ino
+
     def whole(self) -> bytes:
         """All bytes."""
         return self._at_most(os.fstat(self._handle).st_size, 0)
@@ -96,11 +105,10 @@ class Incoming:
     """A file being written. Its lock says that its writer lives; `discard` or `Folder.accept` ends it."""
 
     def __init__(self, folder: Path, data: Encoded) -> None:
-        handle, path = tempfile.mkstemp(SUFFIX, dir=folder)
-        self.path: Path | None = Path(path)
+        handle, path = _locked_file(folder)
+        self.path: Path | None = path
         self._handle = handle
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
             for piece in data.pieces():
                 view = memoryview(piece)
                 while view.nbytes:
@@ -164,11 +172,20 @@ class Folder:
         with suppress(FileNotFoundError):
             os.unlink(self._path(name))
 
-    def quarantine(self, name: str) -> None:
-        """Move a damaged entry aside, and forget the oldest of those there."""
-        with suppress(FileNotFoundError):
-            os.replace(self._path(name), self._quarantine / (name + SUFFIX))
-        self._trim()
+    def quarantine(self, name: str, identity: tuple[int, int]) -> bool:
+        """Move a damaged entry aside, and forget the oldest of those there; False if another file has its name by
+        now."""
+        path = self._path(name)
+        try:
+            about = path.stat()
+            if (about.st_dev, about.st_ino) != identity:
+                return False
+            os.replace(path, self._quarantine / (name + SUFFIX))
+        except FileNotFoundError:
+            return False
+        for old in self.quarantined()[QUARANTINED:]:
+            old.unlink(missing_ok=True)
+        return True
 
     def quarantine_index(self, path: Path) -> None:
         """Move a broken index aside."""
@@ -185,9 +202,20 @@ class Folder:
                     found[path.stem] = path.stat().st_size
         return found
 
-    def discard_leftovers(self) -> int:
-        """Remove what writers that are gone left half-written; how many."""
-        return sum(_remove_if_unlocked(path) for path in self._incoming.iterdir())
+    def discard_leftovers(self) -> None:
+        """Remove what writers that are gone left half-written."""
+        for path in self._incoming.iterdir():
+            _remove_if_unlocked(path)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Among all processes that open the directory."""
+        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
 
     def clear_quarantine(self) -> None:
         for path in self._quarantine.iterdir():
@@ -198,16 +226,12 @@ class Folder:
         found = []
         for path in self._quarantine.iterdir():
             with suppress(FileNotFoundError):
-                found.append((path.stat().st_mtime, path))
+                found.append((path.stat().st_ctime, path))  # when it was moved there
         return [path for _, path in sorted(found, reverse=True)]
 
     def _path(self, name: str) -> Path:
         assert _NAME.fullmatch(name), "names are digests"
         return self._entries / name[:2] / (name + SUFFIX)
-
-    def _trim(self) -> None:
-        for path in self.quarantined()[QUARANTINED:]:
-            path.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:
@@ -218,16 +242,29 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _remove_if_unlocked(path: Path) -> bool:
+def _locked_file(folder: Path) -> tuple[int, Path]:
+    """A new file, locked. Between its making and its locking another process may take it for a leftover."""
+    while True:
+        handle, name = tempfile.mkstemp(SUFFIX, dir=folder)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.fstat(handle).st_nlink:
+                return handle, Path(name)
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _remove_if_unlocked(path: Path) -> None:
     try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
+        return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)
     except (BlockingIOError, FileNotFoundError):
-        return False
+        pass
     finally:
         os.close(handle)
-    return True

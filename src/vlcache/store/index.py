@@ -11,10 +11,11 @@ equal ones the least recently used goes.
 from __future__ import annotations
 
 import math
+import os
 import sqlite3
 import threading
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,12 @@ BUSY_S = 10.0
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
-    name TEXT PRIMARY KEY, content TEXT NOT NULL, scope TEXT NOT NULL, model TEXT NOT NULL, tenant TEXT NOT NULL,
-    tokens INTEGER NOT NULL, bytes INTEGER NOT NULL, has_kv INTEGER NOT NULL, cost_s REAL NOT NULL,
-    created_s REAL NOT NULL, priority REAL NOT NULL, used INTEGER NOT NULL, hits INTEGER NOT NULL) WITHOUT ROWID;
+    name TEXT PRIMARY KEY, bytes INTEGER NOT NULL, has_kv INTEGER NOT NULL, worth REAL NOT NULL,
+    priority REAL NOT NULL, used INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_worth ON entries (priority, used);
 CREATE TABLE IF NOT EXISTS state (one INTEGER PRIMARY KEY CHECK (one = 1), clock REAL NOT NULL, ticks INTEGER NOT NULL);
 INSERT OR IGNORE INTO state VALUES (1, 0, 0);
 """
-
-_COLUMNS = ("name", "content", "scope", "model", "tenant", "tokens", "bytes", "has_kv", "cost_s", "created_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +40,9 @@ class Row:
     """An entry in the index; `bytes` are its file's, `cost_s` 0 where it is unknown."""
 
     name: str
-    content: str
-    scope: str
-    model: str
-    tenant: str
-    tokens: int
     bytes: int
     has_kv: bool
     cost_s: float
-    created_s: float
 
     @property
     def worth(self) -> float:
@@ -65,12 +57,14 @@ class Index:
 
     Raises
     ------
-    sqlite3.Error
+    sqlite3.Error, OSError
         From every method: the caller decides what a broken or busy index means.
     """
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.RLock()
+        with suppress(FileExistsError):  # made here for its mode, which the files beside it take over
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -95,13 +89,24 @@ class Index:
                     self._db.execute("ROLLBACK")
                 raise
 
-    def names(self) -> set[str]:
-        return {name for (name,) in self._select("SELECT name FROM entries")}
+    def check(self) -> None:
+        """DatabaseError if the file is broken anywhere."""
+        found = self._select("PRAGMA quick_check(1)")
+        if found != [("ok",)]:
+            raise sqlite3.DatabaseError("quick_check")
 
-    def rows(self) -> list[Row]:
-        """All entries, the most recently used first."""
-        found = self._select(f"SELECT {', '.join(_COLUMNS)} FROM entries ORDER BY used DESC")
-        return [_row(values) for values in found]
+    def sizes(self) -> dict[str, int]:
+        """Bytes by name."""
+        return dict(self._select("SELECT name, bytes FROM entries"))
+
+    def names(self) -> list[str]:
+        """The most recently used first."""
+        return [name for (name,) in self._select("SELECT name FROM entries ORDER BY used DESC")]
+
+    def latest(self) -> str | None:
+        """The entry used last."""
+        found = self._select("SELECT name FROM entries ORDER BY used DESC LIMIT 1")
+        return str(found[0][0]) if found else None
 
     def get(self, name: str) -> tuple[int, bool] | None:
         """An entry's bytes and whether it has K/V."""
@@ -116,19 +121,16 @@ class Index:
     def put(self, row: Row) -> None:
         """Add an entry, or put it in an older one's place. Inside a transaction."""
         clock, tick = self._tick()
-        values = [getattr(row, column) for column in _COLUMNS]
-        marks = ", ".join("?" * (len(values) + 3))
-        self._db.execute(f"INSERT OR REPLACE INTO entries VALUES ({marks})", (*values, clock + row.worth, tick, 0))
+        self._db.execute(
+            "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)",
+            (row.name, row.bytes, row.has_kv, row.worth, clock + row.worth, tick),
+        )
 
-    def touch(self, uses: Mapping[str, int]) -> None:
-        """Count uses, the latest last. Inside a transaction."""
-        for name, times in uses.items():
+    def touch(self, names: Iterable[str]) -> None:
+        """Note uses, the latest last. Inside a transaction."""
+        for name in names:
             clock, tick = self._tick()
-            for row in self._select(f"SELECT {', '.join(_COLUMNS)} FROM entries WHERE name = ?", name):
-                self._db.execute(
-                    "UPDATE entries SET priority = ?, used = ?, hits = hits + ? WHERE name = ?",
-                    (clock + _row(row).worth, tick, times, name),
-                )
+            self._db.execute("UPDATE entries SET priority = ? + worth, used = ? WHERE name = ?", (clock, tick, name))
 
     def victims(self, need: int, spared: Collection[str]) -> list[str] | None:
         """Names of the entries worth least that free `need` bytes together; None if there are not enough."""
@@ -164,9 +166,3 @@ class Index:
     def _select(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock, closing(self._db.execute(query, values)) as cursor:
             return cursor.fetchall()
-
-
-def _row(values: tuple[Any, ...]) -> Row:
-    """A row as the database gives it, which has no booleans."""
-    name, content, scope, model, tenant, tokens, size, has_kv, cost_s, created_s = values
-    return Row(name, content, scope, model, tenant, tokens, size, bool(has_kv), cost_s, created_s)

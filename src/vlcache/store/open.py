@@ -55,17 +55,28 @@ def open_tiers(config: Config, worth: Worth) -> dict[str, Store]:
     Raises
     ------
     ConfigError
-        A URL that is none.
+        A URL that is none; a server without the package for it.
     """
     tiers: dict[str, Store] = {"memory": MemoryStore(int(config.memory_gb * 1e9))}
+    try:
+        _add_lasting(tiers, config, worth)
+    except BaseException:
+        for tier in tiers.values():
+            tier.close()
+        raise
+    return tiers
+
+
+def _add_lasting(tiers: dict[str, Store], config: Config, worth: Worth) -> None:
     if config.disk_path and config.disk_gb:
         from vlcache.store.disk import DiskStore
 
         tiers["disk"] = DiskStore(config.disk_path, int(config.disk_gb * 1e9), config.store_dtype, worth)
     if config.redis_url and config.redis_gb:
-        from vlcache.store.redis import RedisStore
-
+        try:
+            from vlcache.store.redis import RedisStore
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"redis_url: the package {error.name} is missing; pip install 'vlcache[redis]'") from None
         tiers["redis"] = RedisStore(
-            config.redis_url, int(config.redis_gb * 1e9), int(config.redis_ttl_s), config.store_dtype, worth
+            config.redis_url, int(config.redis_gb * 1e9), math.ceil(config.redis_ttl_s), config.store_dtype, worth
         )
-    return tiers

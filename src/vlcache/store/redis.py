@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import redis
@@ -26,18 +26,9 @@ from vlcache.errors import ConfigError
 from vlcache.store.arrival import Arrival, load_layers
 from vlcache.store.base import StoreStats
 from vlcache.store.breaker import Breaker
-from vlcache.store.codec import (
-    DamagedError,
-    Encoded,
-    ForeignError,
-    Head,
-    decode,
-    encode,
-    parse_head,
-    seal,
-)
-from vlcache.store.faults import Faults
-from vlcache.store.remote import BATCH_BYTES, PREFIX, RemoteParts, head_key, member_of, part_key, part_keys
+from vlcache.store.codec import Encoded, Head, decode, encode, parse_head
+from vlcache.store.faults import DamagedError, Faults, ForeignError
+from vlcache.store.remote import BATCH_BYTES, PREFIX, RemoteParts, head_key, member_of, part_keys
 from vlcache.store.scripts import FIND, FORGET, PLACE
 from vlcache.types import Entry, EntryKey, Stored
 from vlcache.worth import Worth
@@ -45,6 +36,8 @@ from vlcache.worth import Worth
 __all__ = ["RedisStore"]
 
 _T = TypeVar("_T")
+_WRITING_S = 600
+_TOUCH_S = 60.0
 
 
 class RedisStore:
@@ -63,7 +56,7 @@ class RedisStore:
         How K and V are kept. Entries kept otherwise are not seen.
     worth : Worth, optional
     timeout_s : float
-        For connecting, and for each answer.
+        For connecting, and for each read of an answer.
     retry_s : float
         After three faults in a row the server is left alone for so long: its lookups are misses.
 
@@ -104,6 +97,8 @@ class RedisStore:
         self._breaker = Breaker(3, retry_s)
         self._lock = threading.Lock()
         self._pins: Counter[str] = Counter()
+        self._untold: set[str] = set()
+        self._touch_at = time.monotonic() + _TOUCH_S
         self._count: Counter[str] = Counter()
         self._faults = Faults("redis", "store on the server")
         self._threads = ThreadPoolExecutor(2, "vlcache-redis")
@@ -136,25 +131,29 @@ class RedisStore:
 
     def put_encoded(self, data: Encoded) -> bool:
         """`put` of an entry in the bytes of its file."""
-        member = member_of(data.key, data.stored)
-        kept = False
+        kept = None
         if not self._closed and data.size <= self._capacity:
             try:
-                if not data.has_kv and self._has_kv(member):
-                    return True  # what is there says all that the new one does
-                kept = self._write(member, data)
+                kept = self._write(member_of(data.key, data.stored), data)
             except Exception as error:
                 self._fault(error)
         with self._lock:
-            self._count["puts" if kept else "refusals"] += 1
-        return kept
+            self._count["puts"] += kept is True
+            self._count["refusals"] += kept is None
+        return kept is not None
 
     @contextmanager
     def pin(self, keys: Sequence[EntryKey]) -> Iterator[None]:
-        """Spares entries from this process's evictions; others may evict them, which costs a miss."""
+        """Spares entries from this process's evictions, and counts as a use of them, of which the server learns within
+        a minute or so. Others may evict them, which costs a miss."""
         members = [self._member(key) for key in keys]
         with self._lock:
             self._pins.update(members)
+            self._untold.update(members)
+            tell = time.monotonic() >= self._touch_at
+        if tell:
+            with suppress(RuntimeError):  # closed meanwhile
+                self._threads.submit(self._touch)
         try:
             yield
         finally:
@@ -166,6 +165,7 @@ class RedisStore:
         entries = held = 0
         if not self._closed:
             try:
+                self._call(lambda: self._find(args=[PREFIX, self._ttl_s]))  # forgets what has expired
                 entries, held = self._call(lambda: (self._client.zcard(PREFIX + "used"), self._held()))
             except Exception as error:
                 self._fault(error)
@@ -211,10 +211,10 @@ class RedisStore:
         """An entry, every byte of it checked; None where it is gone or cannot be read. A damaged one is removed."""
 
         def read(data: bytes) -> tuple[Head, Encoded]:
-            pieces = self._call(lambda: self._client.mget(part_keys(data)))
+            pieces = self._ask(part_keys(parse_head(data), data))
             if None in pieces:
                 raise DamagedError("part missing")
-            return decode(data + b"".join(pieces))
+            return decode(data + b"".join(piece for piece in pieces if piece))
 
         return self._looking(member, read)
 
@@ -222,19 +222,21 @@ class RedisStore:
         """Remove an entry; what fails is counted."""
         self._looking(member, lambda data: self._drop(member, data))
 
+    def clear_quarantine(self) -> None:
+        """There is none: what is damaged is removed."""
+
     def _looking(self, member: str, look: Callable[[bytes], _T]) -> _T | None:
-        data = b""
+        data = None
         try:
-            data = self._call(lambda: self._client.get(head_key(member))) or b""
+            (data,) = self._ask([head_key(member)])
             return look(data) if data else None
         except Exception as error:
-            self._fault(error, member, data)
+            self._fault(error, member, data or b"")
             return None
 
     def _drop(self, member: str, head: bytes) -> None:
         """Forget an entry whose head is still this one."""
-        if self._call(lambda: self._forget(args=[PREFIX, member, head])):
-            self._unlink(part_keys(head))
+        self._call(lambda: self._forget(args=[PREFIX, self._ttl_s, member, head]))
 
     # Reading
 
@@ -248,23 +250,30 @@ class RedisStore:
             if reason is not None:
                 self._faults.count(reason)
                 return None
-            parts = RemoteParts(
-                lambda names: self._call(lambda: self._client.mget(names)), self._member(key), data, head
-            )
-            return Arrival(head, parts.read), parts
+            parts = RemoteParts(self._ask, data, head)
+            return Arrival(head, parts.read, self._faults.note), parts
         except Exception as error:
             self._fault(error, self._member(key), data)
             return None
 
     def _measure(self) -> None:
         """What the server gives per second, from the first tensors of the entry used last."""
-        start = time.perf_counter()
         try:
-            for member in self.names()[:1]:
-                (data,) = self._ask([head_key(member)])
+            for member in self._call(lambda: self._client.zrevrange(PREFIX + "used", 0, 0)):
+                (data,) = self._ask([head_key(member.decode())])
                 if data:
-                    parts = RemoteParts(self._ask, member, data, parse_head(data))
+                    parts, start = RemoteParts(self._ask, data, parse_head(data)), time.perf_counter()
                     self._worth.loaded("redis", parts.ahead(), time.perf_counter() - start)
+        except Exception as error:
+            self._fault(error)
+
+    def _touch(self) -> None:
+        """Tell the server of entries that were used from a faster tier."""
+        with self._lock:
+            members, self._untold = list(self._untold), set()
+            self._touch_at = time.monotonic() + _TOUCH_S
+        try:
+            self._call(lambda: self._find(args=[PREFIX, self._ttl_s, *members]))
         except Exception as error:
             self._fault(error)
 
@@ -282,69 +291,50 @@ class RedisStore:
         def work() -> None:
             start = time.perf_counter()
             load_layers(list(parts), fault)
-            whole = [some for arrival, some in arrivals if not arrival.failed]
-            self._worth.loaded("redis", sum(some.size for some in whole), time.perf_counter() - start)
-            if self._ttl_s:
-                self._refresh(whole)
+            read = sum(arrival.head.kv_bytes for arrival in parts if not arrival.failed)
+            self._worth.loaded("redis", read, time.perf_counter() - start)
 
         try:
             self._threads.submit(work)
         except RuntimeError:  # closed meanwhile
             work()
 
-    def _refresh(self, used: Sequence[RemoteParts]) -> None:
-        """Let what was used live on; its head does already."""
-        pipeline = self._client.pipeline(transaction=False)
-        for parts in used:
-            for name in parts.names():
-                pipeline.expire(name, self._ttl_s)
-        try:
-            self._call(pipeline.execute)
-        except Exception as error:
-            self._fault(error)
-
     # Writing
 
-    def _write(self, member: str, data: Encoded) -> bool:
-        """Tensors first, in batches, then the head; False if there is no room."""
-        mark = seal(data.head)
-        written: list[str] = []
+    def _write(self, member: str, data: Encoded) -> bool | None:
+        """Tensors first, in batches, then the head. None if there is no room, False if what is there says more.
+
+        Until they have their head tensors expire within minutes: whatever ends a writer leaves nothing behind.
+        """
+        (old,) = self._ask([head_key(member)])
+        if old == data.head or (old and not data.has_kv and self._has_kv(member, old)):
+            self._call(lambda: self._find(args=[PREFIX, self._ttl_s, member]))
+            return old == data.head
         pipeline, waiting = self._client.pipeline(transaction=False), 0
-        gone = None
-        try:
-            for part, view in data.parts:
-                written.append(part_key(member, mark, part.name))
-                pipeline.set(written[-1], view, ex=self._ttl_s or None)
-                waiting += view.nbytes
-                if waiting >= BATCH_BYTES:
-                    self._call(pipeline.execute)
-                    pipeline, waiting = self._client.pipeline(transaction=False), 0
-            self._call(pipeline.execute)
-            with self._lock:
-                spared = list(self._pins)
-            args: list[Any] = [PREFIX, self._ttl_s, self._capacity, data.size, member, data.head, *spared]
-            gone = self._call(lambda: self._place(args=args))
-        finally:
-            if gone is None:
-                self._unlink(written)
-        if gone is None:
-            return False
+        for (_, view), name in zip(data.parts, part_keys(parse_head(data.head), data.head), strict=True):
+            pipeline.set(name, view, ex=_WRITING_S)
+            waiting += view.nbytes
+            if waiting >= BATCH_BYTES:
+                self._call(pipeline.execute)
+                pipeline, waiting = self._client.pipeline(transaction=False), 0
+        self._call(pipeline.execute)
         with self._lock:
-            self._count["evictions"] += len(gone) - 1
-        # Tensors of what went; those of this very entry, written anew, stay
-        self._unlink([name for head in gone if head for name in part_keys(head) if name not in set(written)])
-        return True
+            spared = list(self._pins)
+        args: list[Any] = [PREFIX, self._ttl_s, self._capacity, data.size, member, data.head, int(data.has_kv), *spared]
+        outcome, evicted = self._call(lambda: self._place(args=args))
+        with self._lock:
+            self._count["evictions"] += evicted
+        if outcome < 0:
+            self._faults.note("redis: lost while being written")
+        return {1: True, 2: False}.get(outcome)
 
-    def _has_kv(self, member: str) -> bool:
-        head = self._call(lambda: self._client.get(head_key(member)))
-        return bool(head) and parse_head(head).has_kv
-
-    def _unlink(self, names: Sequence[str]) -> None:
-        if names:
-            try:
-                self._call(lambda: self._client.unlink(*names))
-            except Exception as error:
-                self._fault(error)
+    def _has_kv(self, member: str, head: bytes) -> bool:
+        """Whether an entry that is there has K/V; a damaged one goes."""
+        try:
+            return parse_head(head).has_kv
+        except DamagedError as error:
+            self._fault(error, member, head)
+            return False
 
     def _held(self) -> int:
         return int(self._client.get(PREFIX + "held") or 0)
@@ -357,7 +347,8 @@ class RedisStore:
         try:
             result = work()
         except redis.ResponseError:
-            raise  # an answer: the server is well
+            self._breaker.worked()  # an answer
+            raise
         except redis.RedisError:
             self._breaker.failed()
             raise

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vlcache.store.codec import VERSION, DamagedError, ForeignError, Head, Part, entry_name, parse_head, seal
+from vlcache.store.codec import VERSION, Head, Part, entry_name, seal
+from vlcache.store.faults import DamagedError
 from vlcache.types import EntryKey, Stored
 
-__all__ = ["BATCH_BYTES", "PREFIX", "RemoteParts", "head_key", "member_of", "part_key", "part_keys"]
+__all__ = ["BATCH_BYTES", "PREFIX", "RemoteParts", "head_key", "member_of", "part_keys"]
 
 PREFIX = f"vlcache:{VERSION}:"
 BATCH_BYTES = 4 << 20
@@ -29,20 +30,13 @@ def head_key(member: str) -> str:
 class RemoteParts:
     """A found entry's tensors; those that follow the one asked for come with it, a few megabytes at a time."""
 
-    def __init__(
-        self, ask: Callable[[list[str]], Sequence[bytes | None]], member: str, data: bytes, head: Head
-    ) -> None:
+    def __init__(self, ask: Callable[[list[str]], Sequence[bytes | None]], data: bytes, head: Head) -> None:
         self._ask = ask
-        self._mark = seal(data)
         self._order = list(head.parts.values())
+        self._keys = dict(zip(head.parts, part_keys(head, data), strict=True))
         self._ahead: dict[str, bytes | None] = {}
-        self.member = member
+        self.member = member_of(head.header.key, head.stored)
         self.head_bytes = data
-        self.size = head.size
-
-    def names(self) -> list[str]:
-        """Keys of all tensors."""
-        return [part_key(self.member, self._mark, part.name) for part in self._order]
 
     def read(self, part: Part, out: memoryview) -> None:
         """`vlcache.store.arrival.Read`."""
@@ -64,20 +58,12 @@ class RemoteParts:
                 break
             batch.append(part)
             size += part.nbytes
-        answers = self._ask([part_key(self.member, self._mark, part.name) for part in batch])
+        answers = self._ask([self._keys[part.name] for part in batch])
         self._ahead = {part.name: answer for part, answer in zip(batch, answers, strict=True)}
         return sum(len(answer) for answer in answers if answer)
 
 
-def part_key(member: str, mark: str, part: str) -> str:
-    return f"{PREFIX}{member}:{mark}:{part}"
-
-
-def part_keys(data: bytes) -> list[str]:
-    """Keys of the tensors that a head names; none if it is not sound."""
-    try:
-        head = parse_head(data)
-    except (DamagedError, ForeignError):
-        return []
-    member = f"{head.header.key.scope}:{{{entry_name(head.header.key, head.stored)}}}"
-    return [part_key(member, seal(data), name) for name in head.parts]
+def part_keys(head: Head, data: bytes) -> list[str]:
+    """Keys of an entry's tensors, in the order of the file; `data` are its head's bytes."""
+    start = f"{PREFIX}{member_of(head.header.key, head.stored)}:{seal(data)}:"
+    return [start + name for name in head.parts]

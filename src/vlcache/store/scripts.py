@@ -5,75 +5,169 @@ Keys are made from the arguments, so all of them live on one server (with replic
 
 __all__ = ["FIND", "FORGET", "PLACE"]
 
-# ARGV: prefix, seconds to live (0: for ever), members. Their heads ('' where there is none); uses are noted, and
-# members whose head the server has lost are forgotten.
-FIND = """
-local time = redis.call('TIME')
-local now = time[1] * 1000000 + time[2]
+# ARGV[1]: prefix. ARGV[2]: seconds to live, 0 for ever. A head is 8 bytes of length, JSON and a digest, see
+# docs/entry-format.md.
+_COMMON = """
+local prefix, ttl = ARGV[1], tonumber(ARGV[2])
+local used, sizes, held = prefix .. 'used', prefix .. 'sizes', prefix .. 'held'
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+
+local function head_key(member) return prefix .. member .. ':head' end
+
+local function tensors(head)
+    local sound, said = pcall(cjson.decode, string.sub(head, 9, #head - 32))
+    if not sound then return {} end
+    said['__metadata__'], said['head_digest'] = nil, nil
+    return said
+end
+
+local function tensor_keys(member, head)
+    local seal, keys = '', {}
+    for i = #head - 31, #head - 24 do seal = seal .. string.format('%02x', string.byte(head, i)) end
+    for name in pairs(tensors(head)) do keys[#keys + 1] = prefix .. member .. ':' .. seal .. ':' .. name end
+    return keys
+end
+
+local function size_of(head)
+    local last = 0
+    for _, row in pairs(tensors(head)) do last = math.max(last, row['data_offsets'][2]) end
+    return #head - 32 + last
+end
+
+local function unlink(keys)
+    for _, key in ipairs(keys) do redis.call('UNLINK', key) end
+end
+
+local function live_on(member, head)
+    redis.call('ZADD', used, now, member)
+    local keys = tensor_keys(member, head)
+    keys[#keys + 1] = head_key(member)
+    for _, key in ipairs(keys) do
+        if ttl > 0 then redis.call('EXPIRE', key, ttl) else redis.call('PERSIST', key) end
+    end
+end
+
+local function count_in(member, size)
+    local before = redis.call('HGET', sizes, member) or 0
+    redis.call('HSET', sizes, member, size)
+    redis.call('INCRBY', held, size - before)
+end
+
+local function forget(member)
+    local head, size = redis.call('GET', head_key(member)), redis.call('HGET', sizes, member)
+    if head then
+        unlink(tensor_keys(member, head))
+        redis.call('DEL', head_key(member))
+    end
+    redis.call('ZREM', used, member)
+    redis.call('HDEL', sizes, member)
+    if size then redis.call('DECRBY', held, size) end
+end
+
+local function forget_expired()
+    if ttl == 0 then return end
+    for _, member in ipairs(redis.call('ZRANGEBYSCORE', used, '-inf', now - ttl * 1000000, 'LIMIT', 0, 100)) do
+        if redis.call('EXISTS', head_key(member)) == 0 then forget(member) end
+    end
+end
+"""
+
+# ARGV: ..., members. Their heads, '' where there is none; those that are there live on.
+FIND = (
+    _COMMON
+    + """
+forget_expired()
 local heads = {}
 for i = 3, #ARGV do
-    local key = ARGV[1] .. ARGV[i] .. ':head'
-    local head = redis.call('GET', key)
-    if head then
-        redis.call('ZADD', ARGV[1] .. 'used', 'XX', now, ARGV[i])
-        if tonumber(ARGV[2]) > 0 then redis.call('EXPIRE', key, ARGV[2]) end
-    elseif redis.call('ZREM', ARGV[1] .. 'used', ARGV[i]) == 1 then
-        redis.call('DECRBY', ARGV[1] .. 'held', redis.call('HGET', ARGV[1] .. 'sizes', ARGV[i]) or 0)
-        redis.call('HDEL', ARGV[1] .. 'sizes', ARGV[i])
+    local head = redis.call('GET', head_key(ARGV[i]))
+    if not head then
+        forget(ARGV[i])
+    else
+        live_on(ARGV[i], head)
+        if redis.call('HEXISTS', sizes, ARGV[i]) == 0 then count_in(ARGV[i], size_of(head)) end
     end
     heads[#heads + 1] = head or ''
 end
 return heads
 """
+)
 
-# ARGV: prefix, seconds to live, capacity, size, member, head, members to spare. Makes room, least recently used first,
-# and sets the head. Returns the heads that went, the member's old one first ('' if none); nothing if there is no room.
-PLACE = """
-local prefix, ttl, capacity, size, member = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
-local used, sizes, held = prefix .. 'used', prefix .. 'sizes', prefix .. 'held'
-local time = redis.call('TIME')
-local now = time[1] * 1000000 + time[2]
+# ARGV: ..., capacity, size, member, head, 1 if it has K/V, members to spare. Makes room, the least recently used first,
+# and sets the head of tensors that are there. Returns what became of it and how many went for it: 1 kept, 2 what is
+# there says more, 0 no room, -1 a tensor is no longer there.
+PLACE = (
+    _COMMON
+    + """
+local capacity, size, member, head = tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5], ARGV[6]
+local mine = tensor_keys(member, head)
+local old = redis.call('GET', head_key(member))
+if old and ARGV[7] == '0' and tensors(old)['layer.000.key'] then
+    if old ~= head then unlink(mine) end
+    return {2, 0}
+end
+for _, key in ipairs(mine) do
+    if redis.call('EXISTS', key) == 0 then return {-1, 0} end
+end
+forget_expired()
 local spared = {[member] = true}
-for i = 7, #ARGV do spared[ARGV[i]] = true end
-local before = tonumber(redis.call('HGET', sizes, member) or 0)
-local need = tonumber(redis.call('GET', held) or 0) - before + size - capacity
-local victims, at = {}, 0
-while need > 0 do
-    local some = redis.call('ZRANGE', used, at, at + 99)
-    if #some == 0 then return false end
-    for _, other in ipairs(some) do
-        if need > 0 and not spared[other] then
-            victims[#victims + 1] = other
-            need = need - tonumber(redis.call('HGET', sizes, other) or 0)
+for i = 8, #ARGV do spared[ARGV[i]] = true end
+
+local function need()
+    local before = redis.call('HGET', sizes, member) or 0
+    return tonumber(redis.call('GET', held) or 0) - before + size - capacity
+end
+
+local function make_room()
+    local at, gone, missing = 0, {}, need()
+    while missing > 0 do
+        local some = redis.call('ZRANGE', used, at, at + 99)
+        if #some == 0 then return nil end
+        for _, other in ipairs(some) do
+            if missing > 0 and not spared[other] then
+                gone[#gone + 1] = other
+                missing = missing - (redis.call('HGET', sizes, other) or 0)
+            end
+        end
+        at = at + 100
+    end
+    return gone
+end
+
+local gone = make_room()
+if not gone then
+    -- The server may have lost some of what says who is there: count again
+    redis.call('SET', held, 0)
+    for _, other in ipairs(redis.call('HKEYS', sizes)) do
+        if redis.call('EXISTS', head_key(other)) == 0 then
+            redis.call('HDEL', sizes, other)
+            redis.call('ZREM', used, other)
+        else
+            redis.call('ZADD', used, 'NX', 0, other)
+            redis.call('INCRBY', held, redis.call('HGET', sizes, other))
         end
     end
-    at = at + 100
+    gone = make_room()
 end
-local gone = {redis.call('GET', prefix .. member .. ':head') or ''}
-for _, other in ipairs(victims) do
-    local key = prefix .. other .. ':head'
-    gone[#gone + 1] = redis.call('GET', key) or ''
-    redis.call('DEL', key)
-    redis.call('ZREM', used, other)
-    redis.call('DECRBY', held, redis.call('HGET', sizes, other) or 0)
-    redis.call('HDEL', sizes, other)
+if not gone then
+    if old ~= head then unlink(mine) end
+    return {0, 0}
 end
-redis.call('ZADD', used, now, member)
-redis.call('HSET', sizes, member, size)
-redis.call('INCRBY', held, size - before)
-if ttl > 0 then redis.call('SET', prefix .. member .. ':head', ARGV[6], 'EX', ttl)
-else redis.call('SET', prefix .. member .. ':head', ARGV[6]) end
-return gone
+for _, other in ipairs(gone) do forget(other) end
+if old and old ~= head then unlink(tensor_keys(member, old)) end
+redis.call('SET', head_key(member), head)
+count_in(member, size)
+live_on(member, head)
+return {1, #gone}
 """
+)
 
-# ARGV: prefix, member, head. Forgets an entry if its head is still this one.
-FORGET = """
-local key = ARGV[1] .. ARGV[2] .. ':head'
-if redis.call('GET', key) ~= ARGV[3] then return 0 end
-redis.call('DEL', key)
-if redis.call('ZREM', ARGV[1] .. 'used', ARGV[2]) == 1 then
-    redis.call('DECRBY', ARGV[1] .. 'held', redis.call('HGET', ARGV[1] .. 'sizes', ARGV[2]) or 0)
-    redis.call('HDEL', ARGV[1] .. 'sizes', ARGV[2])
-end
+# ARGV: ..., member, head. Forgets an entry if its head is still this one.
+FORGET = (
+    _COMMON
+    + """
+if redis.call('GET', head_key(ARGV[3])) ~= ARGV[4] then return 0 end
+forget(ARGV[3])
 return 1
 """
+)

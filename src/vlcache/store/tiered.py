@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from vlcache.store.base import Store, StoreStats
+from vlcache.store.faults import Faults
 from vlcache.types import Entry, EntryKey, EntryLostError
 
 __all__ = ["DROPPED", "TieredStore"]
@@ -44,7 +45,7 @@ class TieredStore:
         self._queue_bytes = queue_bytes
         self._patience_s = patience_s
         self._count: Counter[str] = Counter()
-        self._faults: Counter[str] = Counter()
+        self._faults = Faults("write-behind", "tiers")
         self._waiting = 0
         self._moving: set[EntryKey] = set()
         self._unwritten: dict[EntryKey, Entry] = {}
@@ -108,7 +109,7 @@ class TieredStore:
                 puts=self._count["puts"],
                 evictions=sum(one.evictions for one in each),
                 refusals=self._count["refusals"],
-                faults=dict(faults + self._faults),
+                faults=dict(faults + Counter(self._faults.by_reason())),
             )
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -145,10 +146,10 @@ class TieredStore:
                 lambda: self._waiting == 0 or self._waiting + size <= self._queue_bytes, patience_s
             )
             if not fits or self._closed:
-                self._faults[DROPPED] += 1
+                self._faults.note(DROPPED)
                 return False
             self._waiting += size
-            if unwritten:
+            if unwritten and (entry.has_kv or entry.header.key not in self._unwritten):
                 self._unwritten[entry.header.key] = entry
             self._jobs.put((entry, tiers))
         return True
@@ -159,12 +160,9 @@ class TieredStore:
             try:
                 whole = _whole(entry)
                 for tier in tiers:
-                    tier.put(whole)
+                    self._put(tier, whole)
             except EntryLostError:
-                pass  # its tier has counted it
-            except Exception as error:
-                with self._room:
-                    self._faults[f"write-behind: {type(error).__name__}"] += 1
+                pass  # the tier that it came from has counted it
             finally:
                 with self._room:
                     self._waiting -= entry.nbytes
@@ -172,6 +170,12 @@ class TieredStore:
                     if self._unwritten.get(entry.header.key) is entry:
                         del self._unwritten[entry.header.key]
                     self._room.notify_all()
+
+    def _put(self, tier: Store, entry: Entry) -> None:
+        try:
+            tier.put(entry)
+        except Exception as error:
+            self._faults.meet(error)
 
 
 def _whole(entry: Entry) -> Entry:

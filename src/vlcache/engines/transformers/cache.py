@@ -106,7 +106,6 @@ class VLCache:
         self._own_store = store is None
         if store is None:
             check_bounds(self.config, self._geometry, smallest_picture(processor.image_processor), model.dtype)
-        self.store: Store = open_store(self.config, self._worth) if store is None else store
         prefix_gb = self.config.prefix_gb if self.config.prefix_cache else 0
         self._prefixes = ExactPrefixes(int(prefix_gb * 1e9))
         self._weights = WeightsWatch(model)
@@ -118,6 +117,7 @@ class VLCache:
         self._reader = Reader(self.config.max_image_pixels, self.counters)
         self._lock = threading.Lock()
         self._first_call: FirstCall | None = None
+        self.store: Store = open_store(self.config, self._worth) if store is None else store
 
     @property
     def _device(self) -> torch.device:
@@ -313,6 +313,7 @@ class VLCache:
                 return self._attempt(prompts, read, policies, clock, wanted, lost)
             except EntryLostError as error:  # found damaged while it was used: start again as if it were not there
                 lost.add(error.key)
+                clock.lose()
                 self.counters.reject([error.reason])
 
     def _attempt(
