@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 import mmap
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -28,25 +30,20 @@ __all__ = ["Arrival", "Read", "fetch", "load_layers"]
 Read = Callable[[Part, memoryview], None]
 """Fills the view with a part's bytes, or raises: DamagedError, or what its medium raises."""
 
-_HUGE_BYTES = 4 << 20
+_HUGE_BYTES = 1 << 20
 TIMEOUT_S = 60.0
 """How long a layer is waited for before the entry counts as lost."""
 
 
-def fetch(part: Part, read: Read, out: torch.Tensor | None = None) -> torch.Tensor:
+def fetch(part: Part, read: Read) -> torch.Tensor:
     """Read one tensor and check it.
-
-    Parameters
-    ----------
-    out : Tensor, optional
-        Contiguous, of the part's dtype and shape; a new one otherwise.
 
     Raises
     ------
     DamagedError
         Other bytes than were written.
     """
-    tensor = torch.empty(part.shape, dtype=part.dtype) if out is None else out
+    tensor = _memory(part.shape, part.dtype)
     view = tensor_bytes(tensor)
     read(part, view)
     check(part, view)
@@ -60,14 +57,16 @@ class Arrival:
     ----------
     head : Head
     read : callable
-        See `Read`; called from one thread at a time.
+        See `Read`; called from as many threads as load layers.
     late : callable
         Told the reason when a layer is waited for in vain.
 
     Attributes
     ----------
     entry : Entry
-        Usable at once: whoever asks it for a layer waits for that layer.
+        Usable at once: whoever asks it for a layer waits for that layer and those before it.
+    layers : int
+        L, 0 of an entry without K/V.
 
     Raises
     ------
@@ -78,14 +77,19 @@ class Arrival:
         self.head = head
         self._late = late
         self._read = read
-        self._there = 0
+        self.layers = head.header.geometry.layers if head.has_kv else 0
+        self._loaded = [False] * self.layers
+        self._there = 0  # layers from the first on
+        self._wanted = self.layers  # the first layer that somebody waits for
         self._lost: str | None = None
         self._changed = threading.Condition()
         parts, g, n = head.parts, head.header.geometry, head.header.tokens
         keys = values = None
         if head.has_kv:
             dtype = getattr(torch, head.header.dtype.removeprefix("torch."))
-            keys, values = _memory((2, g.layers, n, g.kv_heads, g.head_dim), dtype)
+            self._kv = _memory((2, g.layers, n, g.kv_heads, g.head_dim), dtype)
+            self._views = tensor_bytes(self._kv)
+            keys, values = self._kv
         positions = fetch(parts["positions"], read)  # in the order of the file: what reads ahead relies on it
         self.entry = Entry(
             header=head.header,
@@ -102,16 +106,27 @@ class Arrival:
 
     def load(self, layer: int) -> None:
         """Read K and V of a layer; DamagedError or what the medium raises if they are not sound."""
-        for name, all_layers in zip(layer_parts(layer), (self.entry.keys, self.entry.values), strict=True):
-            assert all_layers is not None
+        for name, kind in zip(layer_parts(layer), (0, 1), strict=True):
+            part = self.head.parts[name]
             if self.head.stored == "raw":
-                fetch(self.head.parts[name], self._read, all_layers[layer])
+                start = (kind * self.layers + layer) * part.nbytes
+                view = self._views[start : start + part.nbytes]
+                self._read(part, view)
+                check(part, view)
             else:
                 scale = fetch(self.head.parts[f"{name}_scale"], self._read)
-                grow(fetch(self.head.parts[name], self._read), scale, all_layers[layer])
+                grow(fetch(part, self._read), scale, self._kv[kind, layer])
         with self._changed:
-            self._there = layer + 1
-            self._changed.notify_all()
+            self._loaded[layer] = True
+            while self._there < self.layers and self._loaded[self._there]:
+                self._there += 1
+            if self._there > self._wanted:  # waking whoever waits for more would only slow the reading
+                self._wanted = self.layers
+                self._changed.notify_all()
+
+    def _came(self, layer: int) -> bool:
+        self._wanted = min(self._wanted, layer)
+        return self._there > layer or self._lost is not None
 
     def fail(self, reason: str) -> None:
         """Whoever waits, now or later, learns that the rest does not come."""
@@ -128,7 +143,7 @@ class Arrival:
         if self._there > layer:
             return
         with self._changed:
-            came = self._changed.wait_for(lambda: self._there > layer or self._lost is not None, TIMEOUT_S)
+            came = self._changed.wait_for(lambda: self._came(layer), TIMEOUT_S)
             if self._there > layer:
                 return
             if not came:
@@ -149,21 +164,46 @@ def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def load_layers(arrivals: Sequence[Arrival], fault: Callable[[Arrival, Exception], str]) -> None:
-    """Read the layers of several entries in the order in which a model needs them: layer 0 of all, layer 1 of all, ...
+def load_layers(
+    arrivals: Sequence[Arrival],
+    fault: Callable[[Arrival, Exception], str],
+    done: Callable[[float], None],
+    submit: Callable[[Callable[[], None]], object],
+    readers: int = 1,
+) -> None:
+    """Read the layers of several entries in the background, in the order in which a model needs them: layer 0 of all,
+    layer 1 of all, ...
 
     Parameters
     ----------
     fault : callable
         Told of an arrival that failed and why; returns the reason to count.
+    done : callable
+        Called at the end with the seconds that it took.
+    submit : callable
+        Has a thread run something; RuntimeError if it cannot any more.
+    readers : int
+        Threads that take turns at the layers.
     """
-    coming = [arrival for arrival in arrivals if arrival.entry.has_kv]
-    layers = max((arrival.entry.header.geometry.layers for arrival in coming), default=0)
-    for layer in range(layers):
-        for arrival in coming:
-            if arrival.failed or layer >= arrival.entry.header.geometry.layers:
-                continue
-            try:
-                arrival.load(layer)
-            except Exception as error:
-                arrival.fail(fault(arrival, error))
+    layers = max((arrival.layers for arrival in arrivals), default=0)
+    start, left, lock = time.perf_counter(), [readers], threading.Lock()
+
+    def read(first: int) -> None:
+        for layer in range(first, layers, readers):
+            for arrival in arrivals:
+                if layer < arrival.layers and not arrival.failed:
+                    try:
+                        arrival.load(layer)
+                    except Exception as error:
+                        arrival.fail(fault(arrival, error))
+        with lock:
+            left[0] -= 1
+            last = not left[0]
+        if last:
+            done(time.perf_counter() - start)
+
+    for first in range(readers):
+        try:
+            submit(partial(read, first))
+        except RuntimeError:
+            read(first)

@@ -25,6 +25,8 @@ from vlcache.worth import Worth
 __all__ = ["DiskStore"]
 
 _PROBE_BYTES = 4 << 20
+# One reads from the system's cache while another checks what it has read
+_READERS = 2
 _T = TypeVar("_T")
 
 
@@ -64,7 +66,7 @@ class DiskStore:
         self._lock = threading.Lock()
         self._count: Counter[str] = Counter()
         self._faults = Faults("disk", f"store in {folder}")
-        self._threads = ThreadPoolExecutor(2, "vlcache-disk")
+        self._threads = ThreadPoolExecutor(2 * _READERS, "vlcache-disk")
         self._closed = False
         self._catalog = Catalog(Path(folder), capacity_bytes, self._faults)
         if self._worth.wanted:
@@ -205,20 +207,15 @@ class DiskStore:
         """Read K/V in the background."""
         files = dict(arrivals)
 
-        def work() -> None:
-            start = time.perf_counter()
-            try:
-                load_layers(list(files), lambda a, e: self._fault(e, self._name(a.head.header.key), files[a]))
-                read = sum(a.head.kv_bytes for a in files if not a.failed)
-                self._worth.loaded("disk", read, time.perf_counter() - start)
-            finally:
-                for file in files.values():
-                    file.close()
+        def fault(arrival: Arrival, error: Exception) -> str:
+            return self._fault(error, self._name(arrival.head.header.key), files[arrival])
 
-        try:
-            self._threads.submit(work)
-        except RuntimeError:  # closed meanwhile
-            work()
+        def done(seconds: float) -> None:
+            for file in files.values():
+                file.close()
+            self._worth.loaded("disk", sum(a.head.kv_bytes for a in files if not a.failed), seconds)
+
+        load_layers(list(files), fault, done, self._threads.submit, _READERS)
 
     def _measure(self) -> None:
         """What the disk gives per second, from the start of the entry used last."""

@@ -288,16 +288,10 @@ class RedisStore:
         def fault(arrival: Arrival, error: Exception) -> str:
             return self._fault(error, parts[arrival].member, parts[arrival].head_bytes)
 
-        def work() -> None:
-            start = time.perf_counter()
-            load_layers(list(parts), fault)
-            read = sum(arrival.head.kv_bytes for arrival in parts if not arrival.failed)
-            self._worth.loaded("redis", read, time.perf_counter() - start)
+        def done(seconds: float) -> None:
+            self._worth.loaded("redis", sum(a.head.kv_bytes for a in parts if not a.failed), seconds)
 
-        try:
-            self._threads.submit(work)
-        except RuntimeError:  # closed meanwhile
-            work()
+        load_layers(list(parts), fault, done, self._threads.submit)
 
     # Writing
 
