@@ -186,6 +186,36 @@ def test_a_server_that_is_not_there_is_a_clear_error(tmp_path: Path, capsys: pyt
         assert "redis: cannot be listed (ConnectionError)" in capsys.readouterr().err
 
 
+def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["ls"], ["clear", "--yes"], ["export", str(tmp_path / "x.tar")]):
+        with pytest.raises(SystemExit) as status:
+            main(["cache", *command, "--disk-path", str(tmp_path / "typo")])
+        assert status.value.code == 1
+        assert "there is no directory" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_archive_that_cannot_be_written_is_a_clear_error(
+    where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SystemExit) as status:
+        main(["cache", "export", str(tmp_path / "file" / "x.tar"), *where])
+    assert status.value.code == 1
+    assert "choose another place" in capsys.readouterr().err
+
+
+def test_import_keeps_to_a_bound_only_if_told(where: list[str], tmp_path: Path, redis_server: RedisServer) -> None:
+    archive = tmp_path / "x.tar"
+    assert run("export", str(archive), *where)[0] == 0
+    assert run_json("import", str(archive), *where) == (0, {"kept": 3})
+    assert len(run_json("ls", *where)[1]) == 3
+    bound = str(2.5 * file_size(make_entry(1)) / 1e9)
+    flag = "--disk-gb" if where[0] == "--disk-path" else "--redis-gb"
+    run("import", str(archive), *where, flag, bound)
+    assert run_json("stats", *where)[1].popitem()[1]["held_bytes"] <= 3 * file_size(make_entry(1))
+
+
 def test_without_a_tier_there_is_nothing_to_look_at(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,7 @@ def rewrite(change: dict[str, Any], **table: Any) -> bytes:
         ({"cost_s": "inf"}, "format"),
         ({"cost_s": "-1.0"}, "format"),
         ({"created_s": "nan"}, "format"),
+        ({"content": "\ud800"}, "format"),
         ({"content": ["text"]}, "format"),
         ({"rope": "[" * 100_000}, "format"),
         ({"grid": "[1, 2, Infinity]"}, "format"),

@@ -276,6 +276,8 @@ def test_a_configuration_is_frozen(option: str) -> None:
         ("redis://:hu@sh@host:1/0", "redis://host:1"),
         ("redis://:hush/x@host", "set"),
         ("redis://host:hush", "set"),
+        ("redis://hush/x@host", "set"),
+        ("redis://me:p@hush/word@host:6379", "set"),
         ("unix://me:hush@/run/redis.sock", "set"),
         ("hush", "set"),
     ],

@@ -246,6 +246,81 @@ def test_a_lost_index_beside_damaged_and_foreign_files(opened: Callable[..., Dis
     assert store.stats().faults == {"damaged: truncated": 1, "foreign: format version": 1}
 
 
+def test_a_file_that_cannot_be_read_does_not_disable_the_tier(
+    opened: Callable[..., DiskStore], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    assert all(store.put(make_entry(n)) for n in (1, 2))
+    store.close()
+    (folder / INDEX).unlink()
+    path_of(folder, 1).unlink()
+    path_of(folder, 1).mkdir()
+    store = opened()
+    assert store.put(make_entry(3))
+    assert (value_of(store, 1), value_of(store, 2), value_of(store, 3)) == (None, 2, 3)
+    assert list(store.stats().faults) == ["disk: EISDIR"]
+
+
+def test_an_absurd_cost_does_not_disable_the_tier(opened: Callable[..., DiskStore], folder: Path) -> None:
+    store = opened()
+    assert store.put(replace(make_entry(1), cost_s=1e308))
+    store.close()
+    (folder / INDEX).unlink()
+    store = opened()
+    assert value_of(store, 1) == 1
+    assert store.put(make_entry(2))
+    assert not store.stats().faults
+
+
+def test_an_index_that_was_replaced_under_a_store_is_opened_again(
+    opened: Callable[..., DiskStore], folder: Path
+) -> None:
+    store = opened()
+    assert store.put(make_entry(1))
+    for suffix in ("", "-wal", "-shm"):
+        (folder / f"{INDEX}{suffix}").unlink()
+    other = opened()
+    assert other.stats().entries == 1
+    store.put(make_entry(2))
+    assert store.put(make_entry(3))
+    assert store.stats().entries == other.stats().entries >= 2
+    assert list(store.stats().faults) == ["index: DatabaseError"]
+
+
+def test_a_store_without_room_leaves_what_is_there(opened: Callable[..., DiskStore], folder: Path) -> None:
+    store = opened()
+    assert store.put(make_entry(1))
+    store.close()
+    off = opened(0)
+    assert not off.put(make_entry(2))
+    assert len(files(folder, "entries")) == 1
+
+
+def test_what_is_slow_to_load_is_not_written_again(opened: Callable[..., DiskStore], folder: Path) -> None:
+    worth = Worth()
+    store = opened(worth=worth)
+    assert store.put(replace(make_entry(1), cost_s=0.001))
+    worth.loaded("disk", 1, 1000.0)
+    assert value_of(store, 1) is None
+    before = path_of(folder, 1).stat().st_ino
+    assert store.put(make_entry(1))
+    assert path_of(folder, 1).stat().st_ino == before
+    assert store.put(make_entry(1)), "once it was declined, once it is spared"
+    assert path_of(folder, 1).stat().st_ino != before
+
+
+def test_two_processes_that_open_at_once_wait_for_each_other(
+    opened: Callable[..., DiskStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "BUSY_S", 0.05)
+    store = opened()
+    with store._catalog.folder.alone(1):
+        other = opened()
+        assert not other.put(make_entry(1))
+    assert list(other.stats().faults) == ["disk: EAGAIN"]
+    assert store.put(make_entry(1))
+
+
 def test_a_newer_file_is_not_quarantined_for_an_older_one(opened: Callable[..., DiskStore], folder: Path) -> None:
     store = opened()
     store.put(make_entry(1))

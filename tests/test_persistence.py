@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from conftest import Lab, make_picture
 from servers import Proxy, RedisServer
 
 from vlcache import VLCache
+from vlcache.bench.checkpoints import TINY, save_checkpoint
 from vlcache.errors import ConfigError
 from vlcache.store.remote import PREFIX
 
@@ -132,6 +134,7 @@ def test_damage_that_shows_in_the_last_layer_costs_a_miss_not_the_answer(
         assert cache.last is not None
         assert (cache.last.hits, cache.counters.encoded) == (0, 1)
         assert cache.counters.rejects == {"damaged: checksum of layer": 1}
+        assert cache.last.seconds["lost"] > 0
         assert cache.store.stats().faults == {"damaged: checksum of layer": 1}
     with one_lab.cache("none", **tier) as cache:
         close(ask(cache, chat), plain(one_lab, chat), 1e-4)
@@ -303,22 +306,21 @@ def test_a_bound_below_one_entry_is_refused_with_the_least_that_works(one_lab: L
     one_lab.cache("none", disk_gb=1e-6).close()
 
 
-def test_the_fingerprint_is_the_same_in_another_process_and_place(tmp_path: Path) -> None:
-    """Entries are found again only if model, processor and picture have the same digests everywhere."""
-    from vlcache.bench.checkpoints import TINY, save_checkpoint
-
+def test_another_process_hits_with_its_first_request(tier: dict[str, Any], tmp_path: Path) -> None:
+    """Entries are found again only if model, processor and picture have the same digests everywhere: here a copy of the
+    model in another directory."""
     program = (
-        "import sys; sys.path.insert(0, sys.argv[2]);"
+        "import json, sys; sys.path.insert(0, sys.argv[2]);"
         "from conftest import make_picture; from vlcache import VLCache;"
         "from vlcache.engines.transformers import load_checkpoint;"
         "model, processor = load_checkpoint(sys.argv[1]);"
-        "cache = VLCache(model, processor, 'none', disk_path=sys.argv[3], prefix_cache=False);"
+        "cache = VLCache(model, processor, 'none', prefix_cache=False, **json.loads(sys.argv[3]));"
         "chat = [{'role': 'user', 'content': [{'type': 'image', 'image': make_picture(1)}]}];"
         "cache.score(chat, [1]); print(cache.last.hits); cache.close()"
     )
     hits = []
     for place in ("here", "there"):
         folder = save_checkpoint(tmp_path / place, TINY["qwen2_5_vl"])
-        arguments = [sys.executable, "-c", program, str(folder), str(Path(__file__).parent), str(tmp_path / "store")]
+        arguments = [sys.executable, "-c", program, str(folder), str(Path(__file__).parent), json.dumps(tier)]
         hits.append(int(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout))
     assert hits == [0, 1]

@@ -20,7 +20,7 @@ from vlcache.errors import ConfigError
 from vlcache.store.breaker import Breaker, OpenError
 from vlcache.store.codec import encode, parse_head
 from vlcache.store.redis import RedisStore
-from vlcache.store.remote import PREFIX, part_keys
+from vlcache.store.remote import PREFIX, head_key, part_keys
 from vlcache.types import EntryLostError
 
 SIZE = file_size(make_entry(0))
@@ -132,6 +132,25 @@ def test_a_damaged_head_is_a_counted_miss(opened: Opened, redis_server: RedisSer
     assert value_of(store, 1) is None
     assert store.stats().faults == {"damaged: head": 1}
     assert store.stats().entries == 0
+    assert store.put(make_entry(1))
+    assert value_of(store, 1) == 1
+
+
+@pytest.mark.parametrize("head", [b"", b"short", b"x" * 100, b"\x04" + bytes(7) + b"[1] " + bytes(32)])
+def test_a_head_that_is_none_harms_nobody_else(head: bytes, opened: Opened, redis_server: RedisServer) -> None:
+    store = opened()
+    assert all(store.put(make_entry(n)) for n in (1, 2))
+    redis_server.client.set(head_key(store._member(make_key(1))), head)
+    found = store.get_many([make_key(1), make_key(2)])
+    assert found.keys() == {make_key(2)}
+    assert store.put(make_entry(1, fill=3))
+    assert value_of(store, 1) == 3
+
+
+def test_an_entry_that_lost_a_tensor_is_written_again(opened: Opened, redis_server: RedisServer) -> None:
+    store = opened()
+    assert store.put(make_entry(1))
+    redis_server.client.delete(*names(redis_server, f"{PREFIX}*layer.001.key"))
     assert store.put(make_entry(1))
     assert value_of(store, 1) == 1
 
@@ -319,6 +338,7 @@ def test_a_server_without_memory_refuses(opened: Opened, redis_server: RedisServ
     try:
         assert not store.put(make_entry(2))
         assert list(store.stats().faults) == ["redis: OutOfMemoryError"]
+        assert value_of(store, 1) == 1, "it can still be read"
     finally:
         client.config_set("maxmemory", 0)
     assert (value_of(store, 1), value_of(store, 2)) == (1, None)

@@ -33,14 +33,20 @@ def _tiers(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def _open(disk_path: str | None, redis_url: str | None, **bounds: Any) -> Iterator[Mapping[str, Tier]]:
+def _open(
+    disk_path: str | None, redis_url: str | None, make: bool = False, **bounds: float | None
+) -> Iterator[Mapping[str, Tier]]:
     """The tiers named on the command line, or else those of the configuration."""
     from vlcache.config import load_config
+    from vlcache.errors import InputError
     from vlcache.store.contents import lasting_tiers
 
     if disk_path or redis_url:
         disk_path, redis_url = disk_path or "", redis_url or ""
-    tiers = lasting_tiers(load_config(disk_path=disk_path, redis_url=redis_url, **bounds), bounded=bool(bounds))
+    config = load_config(disk_path=disk_path, redis_url=redis_url)
+    if config.disk_path and not make and not Path(config.disk_path).is_dir():
+        raise InputError(f"disk: there is no directory {config.disk_path}; check the name")
+    tiers = lasting_tiers(config, {name: size for name, size in bounds.items() if size is not None})
     try:
         yield tiers
     finally:
@@ -174,13 +180,14 @@ def clear(disk_path: str | None, redis_url: str | None, model: str, tenant: str,
         ]
         if chosen and not yes:
             click.confirm(f"Remove {len(chosen)} entries from {', '.join(tiers)}?", abort=True, err=True)
+        removed = 0
         with _progress("removing", len(chosen)) as advance:
             for item in chosen:
-                tiers[item.tier].remove(item.name)
+                removed += tiers[item.tier].remove(item.name)
                 advance()
         for tier in () if model or tenant else tiers.values():
             tier.clear_quarantine()
-    click.echo(json.dumps({"removed": len(chosen)}) if as_json else f"{len(chosen)} entries removed")
+    click.echo(json.dumps({"removed": removed}) if as_json else f"{removed} entries removed")
     _end(tiers)
 
 
@@ -221,7 +228,7 @@ def import_(
 
     counts: Counter[str] = Counter()
     bounds = {"disk_gb": disk_gb, "redis_gb": redis_gb}
-    with _open(disk_path, redis_url, **bounds) as tiers, _progress("importing", None) as advance:
+    with _open(disk_path, redis_url, make=True, **bounds) as tiers, _progress("importing", None) as advance:
         for _, outcome in take(tiers, archive):
             counts[outcome] += 1
             advance()

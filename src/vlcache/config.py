@@ -110,8 +110,8 @@ def _without_secrets(url: str) -> str:
         port = f":{parts.port}" if parts.port else ""
     except ValueError:
         return "set"
-    if url and not parts.hostname:
-        return "set"
+    if url and (not parts.hostname or set("@:") & set(parts.path + parts.query + parts.fragment)):
+        return "set"  # a password with such signs in it is not told apart from the rest
     return f"{parts.scheme}://{parts.hostname}{port}" if url else ""
 
 

@@ -31,6 +31,7 @@ from vlcache.policies import DEFAULT_POLICY
 from vlcache.store import MemoryStore, Store
 from vlcache.store.codec import encode, entry_name
 from vlcache.store.disk import DiskStore
+from vlcache.store.tiered import TieredStore
 from vlcache.types import Entry, EntryKey, Header, Stored
 
 __all__ = ["Settings", "run"]
@@ -79,17 +80,19 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
     result: dict[str, Any] = {**asdict(settings), **describe_run("cpu"), "rates": [], "ttft": []}
     result.pop("redis_url")  # it may hold a password
     with tempfile.TemporaryDirectory(dir=settings.disk_path or None) as folder, ExitStack() as stack:
-        stores = _stores(settings, Path(folder), stack)
+        stores = _stores(settings, Path(folder))
+        tiers = TieredStore(stores)
+        stack.callback(tiers.close)
         for tokens in settings.image_tokens:
             entry = _entry(bench, tokens)
             result["rates"].append(_rates(settings, Path(folder), stores, entry, say))
             if settings.ttft_runs:
-                result["ttft"].append(_ttft(settings, bench, stores, tokens, say))
+                result["ttft"].append(_ttft(settings, bench, tiers, tokens, say))
             gc.collect()
     return result
 
 
-def _stores(settings: Settings, folder: Path, stack: ExitStack) -> dict[str, Store]:
+def _stores(settings: Settings, folder: Path) -> dict[str, Store]:
     stored = settings.store_dtype
     stores: dict[str, Store] = {"memory": MemoryStore(_ROOM), "disk": DiskStore(folder, _ROOM, stored)}
     if settings.redis_url:
@@ -98,8 +101,6 @@ def _stores(settings: Settings, folder: Path, stack: ExitStack) -> dict[str, Sto
         stores["redis"] = RedisStore(settings.redis_url, 1 << 40, ttl_s=3600, stored=stored)
         if stores["redis"].stats().faults:
             raise ConfigError("redis_url: the server does not answer; start it, or leave it out")
-    for store in stores.values():
-        stack.callback(store.close)
     return stores
 
 
@@ -227,11 +228,11 @@ def _drop_cache(path: Path) -> None:
 
 
 def _ttft(
-    settings: Settings, bench: Workbench, stores: dict[str, Store], tokens: int, say: Callable[[str], None]
+    settings: Settings, bench: Workbench, tiers: TieredStore, tokens: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Seconds from JPEG bytes to the first token: computed again, and as a hit from each tier."""
     known = bench.picture(0, tokens)
-    times: dict[str, list[float]] = {name: [] for name in ("recompute", *stores)}
+    times: dict[str, list[float]] = {name: [] for name in ("recompute", *tiers.tiers)}
     number = tokens
 
     def first_token(cache: VLCache, picture: bytes, hits: int) -> None:
@@ -241,10 +242,11 @@ def _ttft(
 
     with ExitStack() as stack:
         caches = {}
-        for name, store in stores.items():
+        for name, store in {"all": tiers, **tiers.tiers}.items():
             cache = VLCache(bench.model, bench.processor, settings.policy, store=store, prefix_cache=False)
             caches[name] = stack.enter_context(cache)
-            caches[name].prefill(bench.chat(known, 0, longer=13))
+        caches.pop("all").prefill(bench.chat(known, 0, longer=13))
+        tiers.flush()
         fresh = stack.enter_context(
             VLCache(bench.model, bench.processor, config=Config(settings.policy, memory_gb=0, prefix_cache=False))
         )

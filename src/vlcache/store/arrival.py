@@ -187,8 +187,13 @@ def load_layers(
     """
     layers = max((arrival.layers for arrival in arrivals), default=0)
     start, left, lock = time.perf_counter(), [readers], threading.Lock()
+    started: set[int] = set()
 
     def read(first: int) -> None:
+        with lock:  # a pool that cannot start a thread may have kept the job all the same
+            if first in started:
+                return
+            started.add(first)
         for layer in range(first, layers, readers):
             for arrival in arrivals:
                 if layer < arrival.layers and not arrival.failed:

@@ -16,7 +16,7 @@ from pathlib import Path
 from vlcache.store.codec import Encoded, Head, entry_name, parse_head
 from vlcache.store.faults import DamagedError, Faults, ForeignError
 from vlcache.store.folder import EntryFile, Folder
-from vlcache.store.index import Index, Row
+from vlcache.store.index import BUSY_S, Index, Row
 
 __all__ = ["INDEX", "Catalog"]
 
@@ -31,6 +31,7 @@ class Catalog:
     ----------
     root : path
     capacity_bytes : int
+        0: nothing is kept, and what is there stays.
     faults : Faults
         Where it counts what goes wrong; no method raises for the disk or the index unless it says so.
 
@@ -48,6 +49,7 @@ class Catalog:
         self._opening = threading.Lock()
         self._pins: Counter[str] = Counter()
         self._uses: dict[str, None] = {}
+        self._flushing = False
         self._index: Index | None = None
         self._open_at = 0.0
         self._closed = False
@@ -63,7 +65,7 @@ class Catalog:
             return None
         try:
             return self._place(index, data)
-        except (OSError, sqlite3.Error) as error:
+        except Exception as error:
             self._meet(error)
             return None
 
@@ -73,7 +75,9 @@ class Catalog:
             for name in names:
                 self._uses.pop(name, None)
                 self._uses[name] = None
-            return len(self._uses) >= 64
+            due = len(self._uses) >= 64 and not self._flushing
+            self._flushing |= due
+            return due
 
     def pin(self, names: Iterable[str]) -> None:
         """Spare entries from eviction by this process until `unpin`."""
@@ -95,14 +99,15 @@ class Catalog:
             return 0, 0
 
     def names(self) -> list[str]:
-        """The most recently used first.
+        """The most recently used first, then those that the index does not know.
 
         Raises
         ------
         OSError, sqlite3.Error
         """
         index = self._ready()
-        return sorted(self.folder.sizes()) if index is None else index.names()
+        known = [] if index is None else index.names()
+        return known + sorted(self.folder.sizes().keys() - set(known))
 
     def latest(self) -> str | None:
         """The entry used last, if that is known."""
@@ -113,15 +118,20 @@ class Catalog:
             self._meet(error)
             return None
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str) -> bool:
+        """Whether it is gone."""
         index = self._ready()
         try:
-            if index is not None:
+            if index is None:
+                self.folder.remove(name)
+            else:
                 with index.transaction():
                     self.folder.remove(name)
                     index.drop([name])
         except (OSError, sqlite3.Error) as error:
             self._meet(error)
+            return False
+        return True
 
     def quarantine(self, name: str, file: EntryFile) -> None:
         """Move a damaged entry aside, unless its name is another file's by now."""
@@ -138,12 +148,18 @@ class Catalog:
 
     def flush(self) -> None:
         """Tell the index of uses since the last time."""
+        index = self._index
         try:
-            if self._index is not None:
-                with self._index.transaction():
-                    self._tell(self._index)
+            if index is None:
+                with self._lock:
+                    self._uses.clear()
+            else:
+                with index.transaction():
+                    self._tell(index)
         except sqlite3.Error as error:
             self._meet(error)
+        finally:
+            self._flushing = False
 
     def close(self) -> None:
         self.flush()
@@ -155,6 +171,7 @@ class Catalog:
 
     def _place(self, index: Index, data: Encoded) -> bool | None:
         name = entry_name(data.key, data.stored)
+        row = _row(name, parse_head(data.head))
         incoming = self.folder.write(data)
         try:
             with index.transaction():
@@ -163,13 +180,12 @@ class Catalog:
                     return False
                 if not self._make_room(index, name, data.size):
                     return None
-                try:
-                    self.folder.accept(incoming, name)
-                except BaseException:
-                    if incoming.path is None:  # it has its name, and may not be on the disk
-                        self.folder.remove(name)
-                    raise
-                index.put(_row(name, parse_head(data.head)))
+                self.folder.accept(incoming, name)
+                index.put(row)
+        except BaseException:
+            if incoming.path is None:  # it has its name, and the index may not say so
+                self.remove(name)
+            raise
         finally:
             incoming.discard()
         return True
@@ -204,14 +220,14 @@ class Catalog:
     def _ready(self) -> Index | None:
         """The index, opened again now and then where it could not be; None while it cannot."""
         with self._opening:
-            if self._index is None and not self._closed and time.monotonic() >= self._open_at:
+            if self._index is None and self._capacity and not self._closed and time.monotonic() >= self._open_at:
                 self._open_at = time.monotonic() + _RETRY_S
                 try:
                     self.folder.make()
-                    with self.folder.alone():
+                    with self.folder.alone(BUSY_S):
                         self._index = self._open_index()
                     self.folder.discard_leftovers()
-                except (OSError, sqlite3.Error) as error:
+                except Exception as error:
                     self._faults.meet(error)
             return None if self._closed else self._index
 
@@ -225,7 +241,7 @@ class Catalog:
                 index.check()
                 self._reconcile(index)
                 return index
-            except sqlite3.Error as error:
+            except Exception as error:
                 if index is not None:
                     index.close()
                 if last or not _is_broken(error):
@@ -250,10 +266,11 @@ class Catalog:
 
     def _head_or_none(self, name: str) -> Head | None:
         """A file's head; None of one that is damaged, which its first reader will find, or of another version's."""
-        file = self.folder.open(name)
+        file = None
         try:
+            file = self.folder.open(name)
             return None if file is None else file.head()
-        except (DamagedError, ForeignError):
+        except (DamagedError, ForeignError, OSError):
             return None
         finally:
             if file is not None:

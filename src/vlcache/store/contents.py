@@ -6,6 +6,7 @@ import io
 import os
 import tarfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -32,7 +33,7 @@ class Tier(Protocol):
 
     def whole(self, name: str) -> tuple[Head, Encoded] | None: ...
 
-    def remove(self, name: str) -> None: ...
+    def remove(self, name: str) -> bool: ...
 
     def clear_quarantine(self) -> None: ...
 
@@ -72,23 +73,21 @@ class Item:
         }
 
 
-def lasting_tiers(config: Config, bounded: bool = False) -> dict[str, Tier]:
+def lasting_tiers(config: Config, bounds: Mapping[str, float] | None = None) -> dict[str, Tier]:
     """The tiers that a configuration names, without memory.
 
     Parameters
     ----------
-    bounded : bool
-        Keep to the configuration's bounds. Whoever only looks does not know those of the servers that use the tiers,
-        and must not evict for his own.
+    bounds : mapping of str to float, optional
+        `disk_gb` and `redis_gb` to keep to; none otherwise, whatever the configuration says: who looks after a tier
+        does not know the bounds of those who use it, and must not evict for his own.
 
     Raises
     ------
     ConfigError
         It names none.
     """
-    config = replace(config, memory_gb=0)
-    if not bounded:
-        config = replace(config, disk_gb=_NO_BOUND_GB, redis_gb=_NO_BOUND_GB)
+    config = replace(config, memory_gb=0, **({"disk_gb": _NO_BOUND_GB, "redis_gb": _NO_BOUND_GB} | dict(bounds or {})))
     tiers: dict[str, Any] = dict(open_tiers(config, Worth(always=True)))
     tiers.pop("memory").close()
     if not tiers:
@@ -150,7 +149,8 @@ def export(tiers: Mapping[str, Tier], path: Path) -> Iterator[bool]:
     except OSError as error:
         raise InputError(f"archive {path}: {error.strerror}; choose another place") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def import_(tiers: Mapping[str, Tier], path: Path) -> Iterator[tuple[str, str]]:

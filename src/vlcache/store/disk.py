@@ -68,6 +68,7 @@ class DiskStore:
         self._faults = Faults("disk", f"store in {folder}")
         self._threads = ThreadPoolExecutor(2 * _READERS, "vlcache-disk")
         self._closed = False
+        self._declined: dict[str, bool] = {}
         self._catalog = Catalog(Path(folder), capacity_bytes, self._faults)
         if self._worth.wanted:
             self._threads.submit(self._measure)
@@ -86,6 +87,8 @@ class DiskStore:
         return {arrival.entry.header.key: arrival.entry for arrival, _ in arrivals}
 
     def put(self, entry: Entry) -> bool:
+        if self._declined.pop(self._name(entry.header.key), None):
+            return True  # it was computed because what is here is slow to read: no reason to write it again
         return self.put_encoded(encode(entry, self._stored))
 
     def put_encoded(self, data: Encoded) -> bool:
@@ -152,9 +155,9 @@ class DiskStore:
         goes to quarantine."""
         return self._looking(name, lambda file: decode(file.whole()))
 
-    def remove(self, name: str) -> None:
-        """Remove an entry; what fails is counted."""
-        self._catalog.remove(name)
+    def remove(self, name: str) -> bool:
+        """Remove an entry; False if that failed, which is counted."""
+        return self._catalog.remove(name)
 
     def clear_quarantine(self) -> None:
         """Remove what was found damaged; what fails is counted."""
@@ -192,6 +195,7 @@ class DiskStore:
             reason = self._worth.against("disk", head)
             if reason is not None:
                 self._faults.count(reason)
+                self._declined[name] = head.has_kv
                 file.close()
                 return None
             arrival = Arrival(head, file.read, self._faults.note)

@@ -15,6 +15,7 @@ import fcntl
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -90,6 +91,7 @@ class EntryFile:
 
     def close(self) -> None:
         os.close(self._handle)
+        self._handle = -1  # its number may be another file's soon
 
     def _at_most(self, size: int, offset: int) -> bytes:
         data = b""
@@ -208,11 +210,19 @@ class Folder:
             _remove_if_unlocked(path)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Among all processes that open the directory."""
+    def alone(self, timeout_s: float) -> Iterator[None]:
+        """Among all processes that open the directory. BlockingIOError if another one does for so long."""
         handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            until = time.monotonic() + timeout_s
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(0.01)
             yield
         finally:
             os.close(handle)

@@ -49,7 +49,7 @@ class Row:
         """Seconds to recompute per megabyte, to the nearest power of two: clocks are noisy, and noise should not
         outrank use. 1 where the cost is unknown."""
         per_megabyte = self.cost_s * 1e6 / max(1, self.bytes)
-        return float(2.0 ** round(math.log2(per_megabyte))) if per_megabyte > 0 else 1.0
+        return float(2.0 ** round(math.log2(min(per_megabyte, 2.0**40)))) if per_megabyte > 0 else 1.0
 
 
 class Index:
@@ -69,6 +69,7 @@ class Index:
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
+            self._path, self._identity = path, _identity(path)
             with self.transaction():
                 for statement in _SCHEMA.split(";"):
                     self._db.execute(statement)
@@ -78,10 +79,15 @@ class Index:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Everything inside happens or nothing; no other process writes meanwhile."""
+        """Everything inside happens or nothing; no other process writes meanwhile.
+
+        DatabaseError if the file is no longer the one that `path` names: another process has put a new one there.
+        """
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
+                if _identity(self._path) != self._identity:
+                    raise sqlite3.DatabaseError("replaced")
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
@@ -166,3 +172,11 @@ class Index:
     def _select(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock, closing(self._db.execute(query, values)) as cursor:
             return cursor.fetchall()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        return None
+    return about.st_dev, about.st_ino

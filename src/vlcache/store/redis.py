@@ -103,6 +103,7 @@ class RedisStore:
         self._faults = Faults("redis", "store on the server")
         self._threads = ThreadPoolExecutor(2, "vlcache-redis")
         self._closed = False
+        self._declined: dict[str, bool] = {}
         self._find, self._place, self._forget = (self._client.register_script(s) for s in (FIND, PLACE, FORGET))
         if self._worth.wanted:
             self._threads.submit(self._measure)
@@ -127,6 +128,8 @@ class RedisStore:
         return {arrival.entry.header.key: arrival.entry for arrival, _ in arrivals}
 
     def put(self, entry: Entry) -> bool:
+        if self._declined.pop(self._member(entry.header.key), None):
+            return True  # it was computed because what is there is slow to load: no reason to write it again
         return self.put_encoded(encode(entry, self._stored))
 
     def put_encoded(self, data: Encoded) -> bool:
@@ -218,9 +221,9 @@ class RedisStore:
 
         return self._looking(member, read)
 
-    def remove(self, member: str) -> None:
-        """Remove an entry; what fails is counted."""
-        self._looking(member, lambda data: self._drop(member, data))
+    def remove(self, member: str) -> bool:
+        """Remove an entry; False if that failed, which is counted."""
+        return self._looking(member, lambda data: self._drop(member, data)) is not None
 
     def clear_quarantine(self) -> None:
         """There is none: what is damaged is removed."""
@@ -234,9 +237,9 @@ class RedisStore:
             self._fault(error, member, data or b"")
             return None
 
-    def _drop(self, member: str, head: bytes) -> None:
-        """Forget an entry whose head is still this one."""
-        self._call(lambda: self._forget(args=[PREFIX, self._ttl_s, member, head]))
+    def _drop(self, member: str, head: bytes) -> bool:
+        """Forget an entry if its head is still this one."""
+        return bool(self._call(lambda: self._forget(args=[PREFIX, self._ttl_s, member, head])))
 
     # Reading
 
@@ -249,6 +252,7 @@ class RedisStore:
             reason = self._worth.against("redis", head)
             if reason is not None:
                 self._faults.count(reason)
+                self._declined[self._member(key)] = head.has_kv
                 return None
             parts = RemoteParts(self._ask, data, head)
             return Arrival(head, parts.read, self._faults.note), parts
@@ -301,11 +305,13 @@ class RedisStore:
         Until they have their head tensors expire within minutes: whatever ends a writer leaves nothing behind.
         """
         (old,) = self._ask([head_key(member)])
-        if old == data.head or (old and not data.has_kv and self._has_kv(member, old)):
+        names = part_keys(parse_head(data.head), data.head)
+        again = old == data.head and self._call(lambda: self._client.exists(*names)) == len(names)
+        if again or (old and not data.has_kv and self._has_kv(member, old)):
             self._call(lambda: self._find(args=[PREFIX, self._ttl_s, member]))
-            return old == data.head
+            return again
         pipeline, waiting = self._client.pipeline(transaction=False), 0
-        for (_, view), name in zip(data.parts, part_keys(parse_head(data.head), data.head), strict=True):
+        for (_, view), name in zip(data.parts, names, strict=True):
             pipeline.set(name, view, ex=_WRITING_S)
             waiting += view.nbytes
             if waiting >= BATCH_BYTES:

@@ -16,14 +16,16 @@ local now = clock[1] * 1000000 + clock[2]
 local function head_key(member) return prefix .. member .. ':head' end
 
 local function tensors(head)
+    if #head < 40 then return {} end
     local sound, said = pcall(cjson.decode, string.sub(head, 9, #head - 32))
-    if not sound then return {} end
+    if not sound or type(said) ~= 'table' then return {} end
     said['__metadata__'], said['head_digest'] = nil, nil
     return said
 end
 
 local function tensor_keys(member, head)
     local seal, keys = '', {}
+    if #head < 40 then return keys end
     for i = #head - 31, #head - 24 do seal = seal .. string.format('%02x', string.byte(head, i)) end
     for name in pairs(tensors(head)) do keys[#keys + 1] = prefix .. member .. ':' .. seal .. ':' .. name end
     return keys
@@ -40,12 +42,13 @@ local function unlink(keys)
 end
 
 local function live_on(member, head)
-    redis.call('ZADD', used, now, member)
     local keys = tensor_keys(member, head)
     keys[#keys + 1] = head_key(member)
     for _, key in ipairs(keys) do
         if ttl > 0 then redis.call('EXPIRE', key, ttl) else redis.call('PERSIST', key) end
     end
+    -- Last: a server that is full refuses what takes memory as a script's first write, and later no more
+    redis.call('ZADD', used, now, member)
 end
 
 local function count_in(member, size)
