@@ -87,7 +87,8 @@ def lasting_tiers(config: Config, bounds: Mapping[str, float] | None = None) -> 
     ConfigError
         It names none.
     """
-    config = replace(config, memory_gb=0, **({"disk_gb": _NO_BOUND_GB, "redis_gb": _NO_BOUND_GB} | dict(bounds or {})))
+    bounds = {"disk_gb": _NO_BOUND_GB, "redis_gb": _NO_BOUND_GB} | dict(bounds or {})
+    config = replace(config, memory_gb=0, disk_gb=bounds["disk_gb"], redis_gb=bounds["redis_gb"])
     tiers: dict[str, Any] = dict(open_tiers(config, Worth(always=True)))
     tiers.pop("memory").close()
     if not tiers:
