@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import signal
 import sqlite3
 import stat
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -244,6 +246,24 @@ def test_a_lost_index_beside_damaged_and_foreign_files(opened: Callable[..., Dis
     assert not store.stats().faults, "nobody has asked for them yet"
     assert (value_of(store, 1), value_of(store, 2), value_of(store, 3)) == (None, None, 3)
     assert store.stats().faults == {"damaged: truncated": 1, "foreign: format version": 1}
+
+
+def test_an_entry_that_nobody_holds_is_gone_at_once(opened: Callable[..., DiskStore]) -> None:
+    """Its memory is large, and the collector of cycles counts objects, not bytes."""
+    store = opened()
+    store.put(make_entry(1))
+    gc.collect()
+    gc.disable()
+    try:
+        entry = store.get_many([make_key(1)])[make_key(1)]
+        assert holds(entry, 1)
+        held = weakref.ref(entry.keys)
+        store._threads.shutdown(wait=True)
+        assert held() is not None
+        del entry
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_file_that_cannot_be_read_does_not_disable_the_tier(

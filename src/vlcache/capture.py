@@ -13,7 +13,7 @@ from vlcache.prefill import Adapter, take
 from vlcache.ranges import intersect, places
 from vlcache.types import Entry, Header, Span
 
-__all__ = ["Checkpoints", "capture"]
+__all__ = ["Checkpoints", "capture", "token_seconds"]
 
 
 class Checkpoints:
@@ -91,6 +91,23 @@ def capture(
             created_s=time.time(),
             cost_s=(token_s[0] + is_exact * token_s[1]) * span.length,
         )
+
+
+def token_seconds(
+    plan: Plan, spans: Sequence[Span], known: Mapping[str, Entry], seconds: Mapping[str, float]
+) -> tuple[int, tuple[float, float]]:
+    """New pictures' tokens in a prompt, and the seconds that one took to encode and to prefill; 0 if there are none.
+
+    Parameters
+    ----------
+    seconds : mapping of str to float
+        By stage; those of `encode` and `prefill` are read.
+    """
+    new = sum(s.length for s in spans if s.start >= plan.begin and s.content not in known)
+    if not new:
+        return 0, (0.0, 0.0)
+    rows = sum(plan.rows_per_layer()) / plan.layers
+    return new, (seconds["encode"] / new, seconds["prefill"] / rows)
 
 
 def _is_exact(span: Span, plan: Plan) -> bool:

@@ -12,7 +12,7 @@ from vlcache.plan import Plan
 from vlcache.ranges import count
 from vlcache.types import Entry, Span
 
-__all__ = ["Clock", "Counters", "Outcome", "Report", "SpanReport", "report_spans", "reused_rows"]
+__all__ = ["Clock", "Counters", "Outcome", "Report", "SpanReport", "report_prompt"]
 
 Outcome = Literal["reused", "prefix", "encoder", "new"]
 
@@ -142,8 +142,36 @@ class Counters:
             self.rejects[reason] = self.rejects.get(reason, 0) + 1
 
 
-def report_spans(plan: Plan, spans: Sequence[Span], known: Mapping[str, Entry]) -> tuple[SpanReport, ...]:
-    """What a plan did with each picture of a prompt; `known` are the entries that the lookup found."""
+def report_prompt(
+    policy: str,
+    plan: Plan,
+    spans: Sequence[Span],
+    known: Mapping[str, Entry],
+    seconds: Mapping[str, float],
+    token_bytes: int,
+) -> Report:
+    """What a plan did with a prompt.
+
+    Parameters
+    ----------
+    known : mapping of str to Entry
+        What the lookup found.
+    token_bytes : int
+        Of a token's K and V in one layer.
+    """
+    reused = sum(count(ranges) for step in plan.steps() for ranges in step.reuse)
+    return Report(
+        spans=_report_spans(plan, spans, known),
+        policy=policy,
+        prompt_tokens=plan.end,
+        exact_prefix_tokens=plan.begin,
+        rows=plan.rows_per_layer(),
+        moved_bytes=reused * token_bytes,
+        seconds=dict(seconds),
+    )
+
+
+def _report_spans(plan: Plan, spans: Sequence[Span], known: Mapping[str, Entry]) -> tuple[SpanReport, ...]:
     computed = {s.span.start: s.computed for s in plan.spans}
     reports = []
     for span in spans:
@@ -156,11 +184,6 @@ def report_spans(plan: Plan, spans: Sequence[Span], known: Mapping[str, Entry]) 
             outcome, rows = "encoder" if span.content in known else "new", plan.layers * span.length
         reports.append(SpanReport(span.content, span.start, span.length, outcome, rows))
     return tuple(reports)
-
-
-def reused_rows(plan: Plan) -> int:
-    """Rows put in place from the cache, summed over the layers."""
-    return sum(count(ranges) for step in plan.steps() for ranges in step.reuse)
 
 
 class Clock:

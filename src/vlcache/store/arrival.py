@@ -23,7 +23,7 @@ import torch
 from vlcache.keys import tensor_bytes
 from vlcache.store.codec import Head, Part, check, layer_parts
 from vlcache.store.eightbit import grow
-from vlcache.types import Entry, EntryLostError
+from vlcache.types import Entry, EntryKey, EntryLostError
 
 __all__ = ["Arrival", "Read", "fetch", "load_layers"]
 
@@ -48,6 +48,56 @@ def fetch(part: Part, read: Read) -> torch.Tensor:
     read(part, view)
     check(part, view)
     return tensor
+
+
+class _Progress:
+    """Which layers of an entry are there.
+
+    What an entry holds on to is this and not its `Arrival`, which holds the entry: a cycle would keep dead entries'
+    memory until the collector comes by.
+    """
+
+    def __init__(self, key: EntryKey, layers: int, late: Callable[[str], object]) -> None:
+        self._key = key
+        self._late = late
+        self._loaded = [False] * layers
+        self._there = 0  # layers from the first on
+        self._wanted = layers  # the first layer that somebody waits for
+        self._changed = threading.Condition()
+        self.lost: str | None = None
+
+    def note(self, layer: int) -> None:
+        """A layer is there."""
+        with self._changed:
+            self._loaded[layer] = True
+            while self._there < len(self._loaded) and self._loaded[self._there]:
+                self._there += 1
+            if self._there > self._wanted:  # waking whoever waits for more would only slow the reading
+                self._wanted = len(self._loaded)
+                self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """The rest does not come."""
+        with self._changed:
+            self.lost = reason
+            self._changed.notify_all()
+
+    def wait(self, layer: int) -> None:
+        """`Entry.arriving`."""
+        if self._there > layer:
+            return
+        with self._changed:
+            came = self._changed.wait_for(lambda: self._came(layer), TIMEOUT_S)
+            if self._there > layer:
+                return
+            if not came:
+                self.lost = f"no layer for {TIMEOUT_S:g} s"
+                self._late(self.lost)
+            raise EntryLostError(self._key, self.lost or "")
+
+    def _came(self, layer: int) -> bool:
+        self._wanted = min(self._wanted, layer)
+        return self._there > layer or self.lost is not None
 
 
 class Arrival:
@@ -75,14 +125,9 @@ class Arrival:
 
     def __init__(self, head: Head, read: Read, late: Callable[[str], object]) -> None:
         self.head = head
-        self._late = late
-        self._read = read
         self.layers = head.header.geometry.layers if head.has_kv else 0
-        self._loaded = [False] * self.layers
-        self._there = 0  # layers from the first on
-        self._wanted = self.layers  # the first layer that somebody waits for
-        self._lost: str | None = None
-        self._changed = threading.Condition()
+        self._read = read
+        self._progress = _Progress(head.header.key, self.layers, late)
         parts, g, n = head.parts, head.header.geometry, head.header.tokens
         keys = values = None
         if head.has_kv:
@@ -101,7 +146,7 @@ class Arrival:
             capture="neutral" if head.capture == "neutral" else "observed",
             created_s=head.created_s,
             cost_s=head.cost_s,
-            arriving=self.wait if head.has_kv else None,
+            arriving=self._progress.wait if head.has_kv else None,
         )
 
     def load(self, layer: int) -> None:
@@ -116,40 +161,15 @@ class Arrival:
             else:
                 scale = fetch(self.head.parts[f"{name}_scale"], self._read)
                 grow(fetch(part, self._read), scale, self._kv[kind, layer])
-        with self._changed:
-            self._loaded[layer] = True
-            while self._there < self.layers and self._loaded[self._there]:
-                self._there += 1
-            if self._there > self._wanted:  # waking whoever waits for more would only slow the reading
-                self._wanted = self.layers
-                self._changed.notify_all()
-
-    def _came(self, layer: int) -> bool:
-        self._wanted = min(self._wanted, layer)
-        return self._there > layer or self._lost is not None
+        self._progress.note(layer)
 
     def fail(self, reason: str) -> None:
         """Whoever waits, now or later, learns that the rest does not come."""
-        with self._changed:
-            self._lost = reason
-            self._changed.notify_all()
+        self._progress.fail(reason)
 
     @property
     def failed(self) -> bool:
-        return self._lost is not None
-
-    def wait(self, layer: int) -> None:
-        """`Entry.arriving`."""
-        if self._there > layer:
-            return
-        with self._changed:
-            came = self._changed.wait_for(lambda: self._came(layer), TIMEOUT_S)
-            if self._there > layer:
-                return
-            if not came:
-                self._lost = f"no layer for {TIMEOUT_S:g} s"
-                self._late(self._lost)
-            raise EntryLostError(self.head.header.key, self._lost or "")
+        return self._progress.lost is not None
 
 
 def _memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

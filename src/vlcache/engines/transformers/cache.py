@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlcache.capture import capture
+from vlcache.capture import capture, token_seconds
 from vlcache.config import Config, load_config
 from vlcache.engines.transformers.adapter import PromptPass
 from vlcache.engines.transformers.encoder import encode
-from vlcache.engines.transformers.handoff import FirstCall, PrefilledCache, cache_argument
+from vlcache.engines.transformers.handoff import FirstCall, generate_inputs
 from vlcache.engines.transformers.pictures import Media, Reader, smallest_picture
 from vlcache.engines.transformers.prompt import Prompt, check_alike, check_continuation, longer
 from vlcache.engines.transformers.request import Request, prompt_ids, read_request
@@ -29,7 +29,7 @@ from vlcache.keys import digest_tenant, scope
 from vlcache.lookup import Found, find, keep, pinned, reusable
 from vlcache.plan import Plan, make_plan, plan_span
 from vlcache.policies import Policy, parse_policy
-from vlcache.report import Clock, Counters, Report, report_spans, reused_rows
+from vlcache.report import Clock, Counters, Report, report_prompt
 from vlcache.store import Store
 from vlcache.store.open import check_bounds, open_store
 from vlcache.types import EntryKey, EntryLostError, Header, Span
@@ -279,7 +279,7 @@ class VLCache:
         if read.prompt is None:
             return self._text_only(read.inputs, policy)
         work, ((scored,),) = self._run([read.prompt], read, [policy], clock, [1])
-        return self._hand_over(read.prompt, work, scored.logits)
+        return generate_inputs(self._model, read.prompt, work, scored.logits)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -354,17 +354,20 @@ class VLCache:
                 )
                 _synchronize(self._device)
         with clock.stage("store"):
-            alone = len(plans) == len(plans[0]) == 1  # otherwise the seconds are not this plan's
-            token_s = self._token_seconds(ran.plan, first.spans, found, clock) if alone else (0.0, 0.0)
+            token_s = 0.0, 0.0
+            if len(plans) == len(plans[0]) == 1:  # otherwise the seconds are not this plan's
+                new_tokens, token_s = token_seconds(ran.plan, first.spans, found.entries, clock.seconds)
+                self._worth.computed(new_tokens, new_tokens * sum(token_s))
             new = capture(
                 ran.work, ran.plan, first.spans, headers, encoded, first.positions, found.entries, ran.watch, token_s
             )
             faults = keep(self.store, new)
             self._keep_prefix(first, ran.plan, ran.work)
         self.counters.reject(found.rejects + faults)
+        token_bytes = 2 * self._geometry.kv_heads * self._geometry.head_dim * self._model.dtype.itemsize
         scored = [
             [
-                Scored(rows, self._report(policy, plan, first.spans, found, clock))
+                Scored(rows, report_prompt(policy.name, plan, first.spans, found.entries, clock.seconds, token_bytes))
                 for policy, plan, rows in zip(policies, its, logits, strict=True)
             ]
             for its, logits in zip(plans, ran.logits, strict=True)
@@ -373,28 +376,6 @@ class VLCache:
             self.counters.add(one.report.spans)
             self.last = one.report
         return ran.work, scored
-
-    def _token_seconds(self, plan: Plan, spans: Sequence[Span], found: Found, clock: Clock) -> tuple[float, float]:
-        """Seconds that a token of the new pictures took to encode and to prefill; 0 if there were none."""
-        new = sum(s.length for s in spans if s.start >= plan.begin and s.content not in found.entries)
-        if not new:
-            return 0.0, 0.0
-        rows = sum(plan.rows_per_layer()) / plan.layers
-        token_s = clock.seconds["encode"] / new, clock.seconds["prefill"] / rows
-        self._worth.computed(new, new * sum(token_s))
-        return token_s
-
-    def _report(self, policy: Policy, plan: Plan, spans: Sequence[Span], found: Found, clock: Clock) -> Report:
-        token_bytes = 2 * self._geometry.kv_heads * self._geometry.head_dim * self._model.dtype.itemsize
-        return Report(
-            spans=report_spans(plan, spans, found.entries),
-            policy=policy.name,
-            prompt_tokens=plan.end,
-            exact_prefix_tokens=plan.begin,
-            rows=plan.rows_per_layer(),
-            moved_bytes=reused_rows(plan) * token_bytes,
-            seconds=dict(clock.seconds),
-        )
 
     def _header(self, span: Span, settings: str) -> Header:
         dtype, tenant = str(self._model.dtype), digest_tenant(self.config.cache_salt)
@@ -424,20 +405,6 @@ class VLCache:
             spans = tuple(s for s in prompt.spans if s.stop <= exact)
             keys, values = ([cut(t, exact) for t in kv] for kv in (work.keys, work.values))
             self._prefixes.put(ExactPrefix(prompt.ids[:exact].clone(), spans, keys, values))
-
-    def _hand_over(self, prompt: Prompt, work: PromptPass, logits: Tensor) -> dict[str, Any]:
-        device = self._device
-        ids = prompt.ids[None].to(device)
-        self._model.model.rope_deltas = prompt.rope_delta.to(device)
-        # generate's own layout: the text position stands before t, h and w
-        text = torch.arange(len(prompt.ids), device=device)[None, None]
-        positions = torch.cat((text, prompt.positions[:, None].to(device)))
-        return {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "position_ids": positions,
-            cache_argument(self._model): PrefilledCache(work.keys, work.values, ids.clone(), logits[None]),
-        }
 
 
 def _policy(given: str | Policy) -> Policy:

@@ -23,9 +23,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from vlcache.engines.transformers.adapter import PromptPass
+from vlcache.engines.transformers.prompt import Prompt
 from vlcache.errors import InputError
 
-__all__ = ["FirstCall", "PrefilledCache", "cache_argument"]
+__all__ = ["FirstCall", "PrefilledCache", "cache_argument", "generate_inputs"]
 
 
 def cache_argument(model: Any) -> str:
@@ -33,6 +35,28 @@ def cache_argument(model: Any) -> str:
     # The class may be a wrapper of another library, the instance's forward anybody's
     names = {name for f in (type(model).forward, model.forward) for name in inspect.signature(f).parameters}
     return "cache" if "cache" in names else "past_key_values"
+
+
+def generate_inputs(model: Any, prompt: Prompt, work: PromptPass, logits: Tensor) -> dict[str, Any]:
+    """What `generate` takes to go on from a prompt whose K/V are filled.
+
+    Parameters
+    ----------
+    logits : Tensor, `[1, vocabulary]`
+        Of the last prompt token.
+    """
+    device = model.get_input_embeddings().weight.device
+    ids = prompt.ids[None].to(device)
+    model.model.rope_deltas = prompt.rope_delta.to(device)
+    # generate's own layout: the text position stands before t, h and w
+    text = torch.arange(len(prompt.ids), device=device)[None, None]
+    positions = torch.cat((text, prompt.positions[:, None].to(device)))
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": positions,
+        cache_argument(model): PrefilledCache(work.keys, work.values, ids.clone(), logits[None]),
+    }
 
 
 class _Layer(DynamicLayer):  # type: ignore[misc]
