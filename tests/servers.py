@@ -22,23 +22,32 @@ def find_server() -> str:
     return found
 
 
-class RedisServer:
-    """Runs until `stop`; may be started again."""
+def free_port() -> int:
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        return int(some.getsockname()[1])
 
-    def __init__(self, folder: Path) -> None:
+
+class RedisServer:
+    """Runs until `stop`; may be started again. Further options are the server's own."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self.url = f"unix://{folder}/redis.sock"
+        self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
-        socket = f"{self.folder}/redis.sock"
-        options = ["--port", "0", "--unixsocket", socket, "--save", "", "--appendonly", "no", "--dir", str(self.folder)]
-        self._process = subprocess.Popen([find_server(), *options], stdout=subprocess.DEVNULL)
+        where = ["--port", "0", "--unixsocket", f"{self.folder}/redis.sock", "--dir", str(self.folder)]
+        command = [find_server(), *where, "--save", "", "--appendonly", "no", *self._options]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         for _ in range(200):
             try:
                 with redis.Redis.from_url(self.url) as client:
                     client.ping()
+                return
+            except redis.AuthenticationError:
                 return
             except redis.RedisError:
                 time.sleep(0.02)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import redis
+import trustme
 from entries import file_size, holds, kept, make_entry, make_key
-from servers import Proxy, RedisServer
+from servers import Proxy, RedisServer, free_port
 
 from vlcache.errors import ConfigError
 from vlcache.store.breaker import Breaker, OpenError
@@ -329,6 +330,36 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
     assert (value_of(store, 1), value_of(store, 2)) == (None, 2)
     store.close()
     server.stop()
+
+
+def test_a_password_and_tls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    authority, port = trustme.CA(), free_port()
+    certificate = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    certificate.private_key_and_cert_chain_pem.write_to_path(tmp_path / "server.pem")
+    tls = ["--tls-port", str(port), "--tls-auth-clients", "no", "--tls-ca-cert-file", str(tmp_path / "ca.pem")]
+    tls += [f for name in ("cert", "key") for f in (f"--tls-{name}-file", str(tmp_path / "server.pem"))]
+    server = RedisServer(tmp_path, "--requirepass", "hush", *tls)
+    address = f"127.0.0.1:{port}/0?ssl_ca_certs={tmp_path}/ca.pem"
+    try:
+        with caplog.at_level(logging.WARNING, "vlcache"):
+            store = RedisStore(f"rediss://:hush@{address}", ROOM)
+            assert store.put(make_entry(1))
+            assert value_of(store, 1) == 1
+            assert not store.stats().faults
+            store.close()
+            for url, fault in {
+                f"rediss://:wrong@{address}": "redis: AuthenticationError",
+                f"rediss://:hush@127.0.0.1:{port}/0": "redis: ConnectionError",  # nobody vouches for the certificate
+                f"redis://:hush@127.0.0.1:{port}/0": "redis: ConnectionError",
+            }.items():
+                store = RedisStore(url, ROOM, timeout_s=1.0)
+                assert value_of(store, 1) is None
+                assert list(store.stats().faults) == [fault]
+                store.close()
+        assert "hush" not in caplog.text
+    finally:
+        server.stop()
 
 
 def test_a_server_without_memory_refuses(opened: Opened, redis_server: RedisServer) -> None:

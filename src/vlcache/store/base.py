@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -9,7 +11,7 @@ from typing import Protocol
 
 from vlcache.types import Entry, EntryKey
 
-__all__ = ["Store", "StoreStats"]
+__all__ = ["Store", "StoreStats", "Tally"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,39 @@ class StoreStats:
     """Entries not kept: larger than the store, no room beside pinned ones, or a fault."""
     faults: Mapping[str, int] = field(default_factory=dict)
     """What went wrong with an entry or the medium, by reason."""
+
+
+class Tally:
+    """What a store has done. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._times: Counter[str] = Counter()
+
+    def add(self, what: str, times: int = 1) -> None:
+        """`hits`, `misses`, `puts`, `evictions` or `refusals`."""
+        with self._lock:
+            self._times[what] += times
+
+    def add_put(self, kept: bool | None) -> bool:
+        """An attempt to keep an entry: kept, refused (None), or not needed (False). Returns what `Store.put` does."""
+        if kept is not False:
+            self.add("refusals" if kept is None else "puts")
+        return kept is not None
+
+    def stats(self, entries: int, held_bytes: int, capacity_bytes: int, faults: Mapping[str, int]) -> StoreStats:
+        with self._lock:
+            return StoreStats(
+                entries=entries,
+                held_bytes=held_bytes,
+                capacity_bytes=capacity_bytes,
+                hits=self._times["hits"],
+                misses=self._times["misses"],
+                puts=self._times["puts"],
+                evictions=self._times["evictions"],
+                refusals=self._times["refusals"],
+                faults=faults,
+            )
 
 
 class Store(Protocol):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from vlcache.store.base import Tally
 from vlcache.store.codec import Encoded, Head, entry_name, parse_head
 from vlcache.store.faults import DamagedError, Faults, ForeignError
 from vlcache.store.folder import EntryFile, Folder
@@ -34,15 +35,13 @@ class Catalog:
         0: nothing is kept, and what is there stays.
     faults : Faults
         Where it counts what goes wrong; no method raises for the disk or the index unless it says so.
-
-    Attributes
-    ----------
-    evictions : int
+    tally : Tally
+        Where it counts evictions.
     """
 
-    def __init__(self, root: Path, capacity_bytes: int, faults: Faults) -> None:
+    def __init__(self, root: Path, capacity_bytes: int, faults: Faults, tally: Tally) -> None:
         self.folder = Folder(root)
-        self.evictions = 0
+        self._tally = tally
         self._capacity = capacity_bytes
         self._faults = faults
         self._lock = threading.Lock()
@@ -207,7 +206,7 @@ class Catalog:
         index.drop(victims, evicted=True)
         for victim in victims:
             self.folder.remove(victim)
-        self.evictions += len(victims)
+        self._tally.add("evictions", len(victims))
 
     def _tell(self, index: Index) -> None:
         """`flush`, inside a transaction."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ from typing import TypeVar
 
 from vlcache.errors import ConfigError
 from vlcache.store.arrival import Arrival, load_layers
-from vlcache.store.base import StoreStats
+from vlcache.store.base import StoreStats, Tally
 from vlcache.store.catalog import Catalog
 from vlcache.store.codec import Encoded, Head, decode, encode, entry_name
 from vlcache.store.faults import DamagedError, Faults, ForeignError
@@ -64,12 +63,12 @@ class DiskStore:
         self._stored: Stored = stored
         self._worth = worth or Worth(always=True)
         self._lock = threading.Lock()
-        self._count: Counter[str] = Counter()
+        self._tally = Tally()
         self._faults = Faults("disk", f"store in {folder}")
         self._threads = ThreadPoolExecutor(2 * _READERS, "vlcache-disk")
         self._closed = False
         self._declined: dict[str, bool] = {}
-        self._catalog = Catalog(Path(folder), capacity_bytes, self._faults)
+        self._catalog = Catalog(Path(folder), capacity_bytes, self._faults, self._tally)
         if self._worth.wanted:
             self._threads.submit(self._measure)
 
@@ -78,8 +77,7 @@ class DiskStore:
         arrivals: list[tuple[Arrival, EntryFile]] = []
         for key in dict.fromkeys(keys):
             found = self._arrive(key)
-            with self._lock:
-                self._count["misses" if found is None else "hits"] += 1
+            self._tally.add("misses" if found is None else "hits")
             if found is not None:
                 arrivals.append(found)
         if arrivals:
@@ -93,11 +91,7 @@ class DiskStore:
 
     def put_encoded(self, data: Encoded) -> bool:
         """`put` of an entry in the bytes of its file."""
-        kept = self._catalog.place(data)
-        with self._lock:
-            self._count["puts"] += kept is True
-            self._count["refusals"] += kept is None
-        return kept is not None
+        return self._tally.add_put(self._catalog.place(data))
 
     @contextmanager
     def pin(self, keys: Sequence[EntryKey]) -> Iterator[None]:
@@ -113,18 +107,7 @@ class DiskStore:
 
     def stats(self) -> StoreStats:
         entries, held = self._catalog.totals()
-        with self._lock:
-            return StoreStats(
-                entries=entries,
-                held_bytes=held,
-                capacity_bytes=self._capacity,
-                hits=self._count["hits"],
-                misses=self._count["misses"],
-                puts=self._count["puts"],
-                evictions=self._catalog.evictions,
-                refusals=self._count["refusals"],
-                faults=self._faults.by_reason(),
-            )
+        return self._tally.stats(entries, held, self._capacity, self._faults.by_reason())
 
     def close(self) -> None:
         """Wait for entries that are being read, and leave the files to the next process."""

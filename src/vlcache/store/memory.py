@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from vlcache.errors import ConfigError
-from vlcache.store.base import StoreStats
+from vlcache.store.base import StoreStats, Tally
 from vlcache.types import Entry, EntryKey
 
 __all__ = ["MemoryStore"]
@@ -32,14 +32,14 @@ class MemoryStore:
         self._entries: OrderedDict[EntryKey, Entry] = OrderedDict()
         self._pins: Counter[EntryKey] = Counter()
         self._held = 0
-        self._count: Counter[str] = Counter()
+        self._tally = Tally()
 
     def get_many(self, keys: Sequence[EntryKey]) -> Mapping[EntryKey, Entry]:
         found = {}
         with self._lock:
             for key in keys:
                 entry = self._entries.get(key)
-                self._count["hits" if entry is not None else "misses"] += 1
+                self._tally.add("hits" if entry is not None else "misses")
                 if entry is not None:
                     self._entries.move_to_end(key)
                     found[key] = entry
@@ -54,16 +54,16 @@ class MemoryStore:
             spare = self._capacity - self._held + (old.nbytes if old is not None else 0)
             victims = self._victims(size - spare, but=key)
             if victims is None:
-                self._count["refusals"] += 1
+                self._tally.add("refusals")
                 return False
             for victim in victims:
                 self._drop(victim)
-                self._count["evictions"] += 1
+                self._tally.add("evictions")
             if old is not None:
                 self._drop(key)
             self._entries[key] = entry
             self._held += size
-            self._count["puts"] += 1
+            self._tally.add("puts")
             return True
 
     @contextmanager
@@ -80,16 +80,7 @@ class MemoryStore:
 
     def stats(self) -> StoreStats:
         with self._lock:
-            return StoreStats(
-                entries=len(self._entries),
-                held_bytes=self._held,
-                capacity_bytes=self._capacity,
-                hits=self._count["hits"],
-                misses=self._count["misses"],
-                puts=self._count["puts"],
-                evictions=self._count["evictions"],
-                refusals=self._count["refusals"],
-            )
+            return self._tally.stats(len(self._entries), self._held, self._capacity, {})
 
     def clear(self) -> None:
         """Drop every entry."""

@@ -24,7 +24,7 @@ from redis.retry import Retry
 
 from vlcache.errors import ConfigError
 from vlcache.store.arrival import Arrival, load_layers
-from vlcache.store.base import StoreStats
+from vlcache.store.base import StoreStats, Tally
 from vlcache.store.breaker import Breaker
 from vlcache.store.codec import Encoded, Head, decode, encode, parse_head
 from vlcache.store.faults import DamagedError, Faults, ForeignError
@@ -99,7 +99,7 @@ class RedisStore:
         self._pins: Counter[str] = Counter()
         self._untold: set[str] = set()
         self._touch_at = time.monotonic() + _TOUCH_S
-        self._count: Counter[str] = Counter()
+        self._tally = Tally()
         self._faults = Faults("redis", "store on the server")
         self._threads = ThreadPoolExecutor(2, "vlcache-redis")
         self._closed = False
@@ -120,9 +120,8 @@ class RedisStore:
                 self._fault(error)
         found = [self._arrive(key, head) for key, head in zip(keys, heads, strict=True) if head]
         arrivals = [pair for pair in found if pair is not None]
-        with self._lock:
-            self._count["hits"] += len(arrivals)
-            self._count["misses"] += len(keys) - len(arrivals)
+        self._tally.add("hits", len(arrivals))
+        self._tally.add("misses", len(keys) - len(arrivals))
         if arrivals:
             self._load(arrivals)
         return {arrival.entry.header.key: arrival.entry for arrival, _ in arrivals}
@@ -140,10 +139,7 @@ class RedisStore:
                 kept = self._write(member_of(data.key, data.stored), data)
             except Exception as error:
                 self._fault(error)
-        with self._lock:
-            self._count["puts"] += kept is True
-            self._count["refusals"] += kept is None
-        return kept is not None
+        return self._tally.add_put(kept)
 
     @contextmanager
     def pin(self, keys: Sequence[EntryKey]) -> Iterator[None]:
@@ -172,18 +168,7 @@ class RedisStore:
                 entries, held = self._call(lambda: (self._client.zcard(PREFIX + "used"), self._held()))
             except Exception as error:
                 self._fault(error)
-        with self._lock:
-            return StoreStats(
-                entries=entries,
-                held_bytes=held,
-                capacity_bytes=self._capacity,
-                hits=self._count["hits"],
-                misses=self._count["misses"],
-                puts=self._count["puts"],
-                evictions=self._count["evictions"],
-                refusals=self._count["refusals"],
-                faults=self._faults.by_reason(),
-            )
+        return self._tally.stats(entries, held, self._capacity, self._faults.by_reason())
 
     def close(self) -> None:
         """Wait for entries that are being read, and leave the server's entries to others."""
@@ -322,8 +307,7 @@ class RedisStore:
             spared = list(self._pins)
         args: list[Any] = [PREFIX, self._ttl_s, self._capacity, data.size, member, data.head, int(data.has_kv), *spared]
         outcome, evicted = self._call(lambda: self._place(args=args))
-        with self._lock:
-            self._count["evictions"] += evicted
+        self._tally.add("evictions", evicted)
         if outcome < 0:
             self._faults.note("redis: lost while being written")
         return {1: True, 2: False}.get(outcome)

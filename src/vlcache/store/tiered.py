@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from vlcache.store.base import Store, StoreStats
+from vlcache.store.base import Store, StoreStats, Tally
 from vlcache.store.faults import Faults
 from vlcache.types import Entry, EntryKey, EntryLostError
 
@@ -44,7 +44,7 @@ class TieredStore:
         self._levels = list(self.tiers.values())
         self._queue_bytes = queue_bytes
         self._patience_s = patience_s
-        self._count: Counter[str] = Counter()
+        self._tally = Tally()
         self._faults = Faults("write-behind", "tiers")
         self._waiting = 0
         self._moving: set[EntryKey] = set()
@@ -70,9 +70,8 @@ class TieredStore:
                     if level:
                         self._move_up(entry, level)
             missing = [key for key in missing if key not in found or not found[key].has_kv]
-        with self._room:
-            self._count["hits"] += len(found)
-            self._count["misses"] += len(keys) - len(found)
+        self._tally.add("hits", len(found))
+        self._tally.add("misses", len(keys) - len(found))
         return found
 
     def put(self, entry: Entry) -> bool:
@@ -82,8 +81,7 @@ class TieredStore:
         if len(self._levels) > 1:
             queued = self._enqueue(entry, self._levels[1:], self._patience_s, unwritten=True)
             kept = kept or queued
-        with self._room:
-            self._count["puts" if kept else "refusals"] += 1
+        self._tally.add("puts" if kept else "refusals")
         return kept
 
     @contextmanager
@@ -99,18 +97,13 @@ class TieredStore:
         faults: Counter[str] = Counter()
         for one in each:
             faults.update(one.faults)
-        with self._room:
-            return StoreStats(
-                entries=sum(one.entries for one in each),
-                held_bytes=sum(one.held_bytes for one in each),
-                capacity_bytes=sum(one.capacity_bytes for one in each),
-                hits=self._count["hits"],
-                misses=self._count["misses"],
-                puts=self._count["puts"],
-                evictions=sum(one.evictions for one in each),
-                refusals=self._count["refusals"],
-                faults=dict(faults + Counter(self._faults.by_reason())),
-            )
+        own = self._tally.stats(
+            entries=sum(one.entries for one in each),
+            held_bytes=sum(one.held_bytes for one in each),
+            capacity_bytes=sum(one.capacity_bytes for one in each),
+            faults=dict(faults + Counter(self._faults.by_reason())),
+        )
+        return replace(own, evictions=sum(one.evictions for one in each))
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left to be written; whether it is so."""
