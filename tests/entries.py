@@ -50,4 +50,4 @@ def kept(store: Store, *numbers: int) -> list[int]:
 
 def file_size(entry: Entry) -> int:
     """Bytes of an entry as the disk and the server keep it."""
-    return encode(entry).size
+    return encode(entry).head.size

@@ -100,7 +100,7 @@ def test_any_safetensors_reader_reads_an_entry() -> None:
 
 
 def test_layers_lie_in_order_and_apart() -> None:
-    parts = [part for part, _ in encode(golden_entry()).parts]
+    parts = list(encode(golden_entry()).head.parts.values())
     names = [part.name for part in parts]
     assert names[:3] == ["positions", "encoder", "checkpoint.002"]
     assert names[3:] == [f"layer.{layer:03d}.{kind}" for layer in range(3) for kind in ("key", "value")]
@@ -152,7 +152,7 @@ def test_an_entry_without_kv_and_one_of_a_1d_model() -> None:
 
 def test_every_flipped_bit_of_a_sample_is_seen() -> None:
     data = bytearray(to_bytes(make_entry(3)))
-    head = len(encode(make_entry(3)).head)
+    head = len(encode(make_entry(3)).head_bytes)
     rng = np.random.default_rng(0)
     # The head is a small part of an entry, and gets half of the sample
     places = [*rng.integers(0, head * 8, 2500), *rng.integers(head * 8, len(data) * 8, 2500)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import logging
-import multiprocessing
 import os
 import random
 import signal
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from entries import TOKENS, file_size, holds, kept, make_entry, make_key
+from hammer import hammer
 
 from vlcache.errors import ConfigError
 from vlcache.store import catalog as catalog_module
@@ -246,6 +246,12 @@ def test_a_lost_index_beside_damaged_and_foreign_files(opened: Callable[..., Dis
     assert not store.stats().faults, "nobody has asked for them yet"
     assert (value_of(store, 1), value_of(store, 2), value_of(store, 3)) == (None, None, 3)
     assert store.stats().faults == {"damaged: truncated": 1, "foreign: format version": 1}
+
+
+def test_an_entry_that_is_none_is_a_counted_refusal(opened: Callable[..., DiskStore]) -> None:
+    store = opened()
+    assert not store.put(replace(make_entry(1), encoder=torch.zeros(3, 3)))
+    assert (store.stats().refusals, store.stats().faults) == (1, {"foreign: format": 1})
 
 
 def test_an_entry_that_nobody_holds_is_gone_at_once(opened: Callable[..., DiskStore]) -> None:
@@ -659,42 +665,8 @@ def test_an_entry_that_is_slower_to_load_than_to_compute_is_not_loaded(opened: C
 # Several processes
 
 
-def _hammer(folder: Path, seed: int, until: float, errors: Any) -> None:
-    try:
-        rng, store, turns = random.Random(seed), DiskStore(folder, int(8.5 * SIZE)), 0
-        while time.time() < until:
-            number = rng.randrange(16)
-            if rng.random() < 0.4:
-                assert store.put(make_entry(number))
-            else:
-                assert value_of(store, number) in (number, None)
-            turns += 1
-        stats = store.stats()
-        assert not stats.faults, stats.faults
-        assert stats.hits > 0
-        assert stats.held_bytes <= stats.capacity_bytes
-        store.close()
-        errors.put((turns, stats.hits, ""))
-    except BaseException as error:
-        errors.put((0, 0, f"{type(error).__name__}: {error}"))
-        raise
-
-
 def test_four_processes_on_one_folder(folder: Path) -> None:
-    seconds = float(os.environ.get("HAMMER_S", "5"))
-    fork = multiprocessing.get_context("fork")
-    results: Any = fork.Queue()
-    until = time.time() + seconds
-    workers = [fork.Process(target=_hammer, args=(folder, seed, until, results)) for seed in range(4)]
-    for worker in workers:
-        worker.start()
-    outcomes = [results.get(timeout=seconds + 60) for _ in workers]
-    for worker in workers:
-        worker.join()
-    assert [error for _, _, error in outcomes] == [""] * 4
-    print(
-        f"{sum(turns for turns, _, _ in outcomes)} turns, {sum(hits for _, hits, _ in outcomes)} hits in {seconds:g} s"
-    )
+    hammer(lambda: DiskStore(folder, int(8.5 * SIZE)), value_of, float(os.environ.get("HAMMER_S", "5")))
     store = DiskStore(folder, int(8.5 * SIZE))
     assert store.stats().held_bytes == sum(p.stat().st_size for p in files(folder, "entries")) <= 8.5 * SIZE
     store.close()

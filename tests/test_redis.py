@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 import redis
 import trustme
 from entries import file_size, holds, kept, make_entry, make_key
+from hammer import hammer
 from servers import Proxy, RedisServer, free_port
 
 from vlcache.errors import ConfigError
@@ -120,7 +120,8 @@ def test_a_part_that_is_not_as_written_is_a_counted_miss(
 
 
 def _bytes(number: int, part: str) -> bytes:
-    return next(bytes(view) for some, view in encode(make_entry(number)).parts if some.name == part)
+    data = encode(make_entry(number))
+    return dict(zip(data.head.parts, map(bytes, data.views), strict=True))[part]
 
 
 def test_a_damaged_head_is_a_counted_miss(opened: Opened, redis_server: RedisServer) -> None:
@@ -189,13 +190,10 @@ def test_an_entry_without_kv_does_not_take_the_place_of_one_with(opened: Opened,
     # Also where it was written meanwhile
     data = encode(bare)
     store._client.mset(
-        {
-            key: bytes(view)
-            for key, (_, view) in zip(part_keys(parse_head(data.head), data.head), data.parts, strict=True)
-        }
+        {key: bytes(view) for key, view in zip(part_keys(data.head, data.head_bytes), data.views, strict=True)}
     )
     member = store._member(make_key(1))
-    assert store._place(args=[PREFIX, 0, ROOM, data.size, member, data.head, 0]) == [2, 0]
+    assert store._place(args=[PREFIX, 0, ROOM, data.head.size, member, data.head_bytes, 0]) == [2, 0]
     assert names(redis_server) == before
     assert value_of(store, 1) == 1
 
@@ -420,39 +418,10 @@ def test_every_command_may_fail(opened: Opened, redis_server: RedisServer, monke
 # Several processes
 
 
-def _hammer(url: str, seed: int, until: float, errors: Any) -> None:
-    try:
-        rng, store, turns = random.Random(seed), RedisStore(url, int(8.5 * SIZE)), 0
-        while time.time() < until:
-            number = rng.randrange(16)
-            if rng.random() < 0.4:
-                assert store.put(make_entry(number))
-            else:
-                assert value_of(store, number) in (number, None)
-            turns += 1
-        stats = store.stats()
-        # A part may go while another process evicts or replaces its entry; wrong bytes may not come
-        assert set(stats.faults) <= {"damaged: part missing"}, stats.faults
-        assert stats.hits > 0
-        store.close()
-        errors.put((turns, stats.hits, ""))
-    except BaseException as error:
-        errors.put((0, 0, f"{type(error).__name__}: {error}"))
-        raise
-
-
 def test_four_processes_on_one_server(opened: Opened, redis_server: RedisServer) -> None:
     opened()
-    fork = multiprocessing.get_context("fork")
-    results: Any = fork.Queue()
-    until = time.time() + 3
-    workers = [fork.Process(target=_hammer, args=(redis_server.url, seed, until, results)) for seed in range(4)]
-    for worker in workers:
-        worker.start()
-    outcomes = [results.get(timeout=60) for _ in workers]
-    for worker in workers:
-        worker.join()
-    assert [error for _, _, error in outcomes] == [""] * 4
+    # A part may go while another process evicts or replaces its entry; wrong bytes may not come
+    hammer(lambda: RedisStore(redis_server.url, int(8.5 * SIZE)), value_of, 3, {"damaged: part missing"})
     client = redis_server.client
     sizes = [int(size) for size in client.hvals(f"{PREFIX}sizes")]
     assert sum(sizes) == int(client.get(f"{PREFIX}held")) <= 8.5 * SIZE

@@ -34,6 +34,15 @@ _MODEL = click.option(
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 
 
+_STORE_DTYPE = click.option(
+    "--store-dtype",
+    default="raw",
+    show_default=True,
+    type=click.Choice(["raw", "int8", "fp8"]),
+    help="How a disk or a server keeps K and V.",
+)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="vlcache")
 def cli() -> None:
@@ -156,7 +165,7 @@ def ttft(policy: str | None, **options: Any) -> None:
 @click.option("--dtype", default="bfloat16", show_default=True, type=_DType())
 @click.option("--disk-path", default="", metavar="DIR", help="Where the disk's tier is made, and removed again.")
 @click.option("--redis-url", default="", envvar="VLCACHE_REDIS_URL", help="Without it no server is measured.")
-@click.option("--store-dtype", default="raw", show_default=True, type=click.Choice(["raw", "int8", "fp8"]))
+@_STORE_DTYPE
 @_POLICY
 def store(policy: str | None, **options: Any) -> None:
     """What entries cost to keep and to bring back, from each tier, beside the raw medium and computing again."""
@@ -198,13 +207,7 @@ class _List(click.ParamType):  # type: ignore[type-arg]
 @click.option("--max-new-tokens", default=32, show_default=True, type=click.IntRange(1))
 @click.option("--max-pages", default=120, show_default=True, type=click.IntRange(1), help="Of a PDF document.")
 @click.option("--dpi", default=144, show_default=True, type=click.IntRange(1), help="Of a PDF document's pages.")
-@click.option(
-    "--store-dtype",
-    default="raw",
-    show_default=True,
-    type=click.Choice(["raw", "int8", "fp8"]),
-    help="How K and V are kept between capture and use.",
-)
+@_STORE_DTYPE
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for predictions, metrics, plots.")
 @click.option("--dtype", default="auto", show_default=True, type=_DType("auto"))
 @_DEVICE

@@ -7,13 +7,14 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from vlcache import __version__
 
-__all__ = ["describe_run", "measure_rates", "seconds_of"]
+__all__ = ["describe_run", "measure_rates", "rounded", "seconds_of"]
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -36,6 +37,15 @@ def measure_rates(device: str, dtype: torch.dtype) -> tuple[float, float]:
     bandwidth = max(nbytes / seconds_of(lambda: weights @ vector) for _ in range(5))
     gemm = max(2 * 2048**3 / seconds_of(lambda: a @ a) for _ in range(5))
     return bandwidth, gemm
+
+
+def rounded(value: Any) -> Any:
+    """A result with its numbers to five digits."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return {k: rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def describe_run(device: str) -> dict[str, str]:

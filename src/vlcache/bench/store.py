@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vlcache.bench.machine import describe_run, seconds_of
+from vlcache.bench.machine import describe_run, rounded, seconds_of
 from vlcache.bench.ttft import Settings as TtftSettings
 from vlcache.bench.ttft import Workbench
 from vlcache.config import Config
@@ -89,7 +89,7 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
             if settings.ttft_runs:
                 result["ttft"].append(_ttft(settings, bench, tiers, tokens, say))
             gc.collect()
-    return result
+    return dict(rounded(result))
 
 
 def _stores(settings: Settings, folder: Path) -> dict[str, Store]:
@@ -98,7 +98,7 @@ def _stores(settings: Settings, folder: Path) -> dict[str, Store]:
     if settings.redis_url:
         from vlcache.store.redis import RedisStore
 
-        stores["redis"] = RedisStore(settings.redis_url, 1 << 40, ttl_s=3600, stored=stored)
+        stores["redis"] = RedisStore(settings.redis_url, _ROOM, ttl_s=3600, stored=stored)
         if stores["redis"].stats().faults:
             raise ConfigError("redis_url: the server does not answer; start it, or leave it out")
     return stores
@@ -147,10 +147,10 @@ def _rates(
         "memory get": lambda: _get(stores["memory"], key),
         "disk raw write": partial(_write_raw, folder / "raw", data),
         "disk put": lambda: _put(stores["disk"], entry),
-        "disk raw read": partial(_read_new, path),
+        "disk raw read": path.read_bytes,  # into new memory, as whoever keeps what he reads has to
         "disk raw read, memory touched": partial(_read_raw, path, touched),
         "disk get": lambda: _get(stores["disk"], key),
-        "disk raw read, cache dropped": partial(_read_new, path),
+        "disk raw read, cache dropped": path.read_bytes,
         "disk get, cache dropped": lambda: _get(stores["disk"], key),
     }
     if "redis" in stores:
@@ -175,13 +175,13 @@ def _rates(
     out: dict[str, Any] = {
         "image_tokens": entry.header.tokens,
         "entry_bytes": len(data),
-        "bytes_per_s": {arm: _rounded(rate) for arm, rate in rates.items()},
-        "disk_share_of_raw": _rounded(rates["disk get"] / rates["disk raw read"]),
-        "disk_share_of_raw_touched": _rounded(rates["disk get"] / rates["disk raw read, memory touched"]),
-        "disk_share_of_raw_dropped": _rounded(rates["disk get, cache dropped"] / rates["disk raw read, cache dropped"]),
+        "bytes_per_s": rates,
+        "disk_share_of_raw": rates["disk get"] / rates["disk raw read"],
+        "disk_share_of_raw_touched": rates["disk get"] / rates["disk raw read, memory touched"],
+        "disk_share_of_raw_dropped": rates["disk get, cache dropped"] / rates["disk raw read, cache dropped"],
     }
     if "redis" in stores:
-        out["redis_share_of_raw"] = _rounded(rates["redis get"] / rates["redis raw GET"])
+        out["redis_share_of_raw"] = rates["redis get"] / rates["redis raw GET"]
         client.delete("vlcache-bench")
     say(f"{entry.header.tokens} tokens, {len(data) / 1e6:.1f} MB")
     for arm, rate in rates.items():
@@ -200,11 +200,6 @@ def _write_raw(path: Path, data: bytes) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _read_new(path: Path) -> bytes:
-    """Into new memory, as whoever keeps what he reads has to."""
-    return path.read_bytes()
 
 
 def _read_raw(path: Path, into: bytearray) -> None:
@@ -264,11 +259,7 @@ def _ttft(
     say(f"  time to first token, {tokens} tokens: " + ", ".join(f"{n} {s:.3f} s" for n, s in medians.items()))
     return {
         "image_tokens": tokens,
-        "seconds": {name: _rounded(value) for name, value in medians.items()},
-        "of_memory": {n: _rounded(s / medians["memory"]) for n, s in medians.items() if n != "recompute"},
-        "speedup": {n: _rounded(medians["recompute"] / s) for n, s in medians.items() if n != "recompute"},
+        "seconds": medians,
+        "of_memory": {n: s / medians["memory"] for n, s in medians.items() if n != "recompute"},
+        "speedup": {n: medians["recompute"] / s for n, s in medians.items() if n != "recompute"},
     }
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from vlcache.bench.checkpoints import SHAPES, build_model, build_processor
-from vlcache.bench.machine import describe_run, measure_rates, seconds_of
+from vlcache.bench.machine import describe_run, measure_rates, rounded, seconds_of
 from vlcache.bench.plain import plain_inputs
 from vlcache.engines.transformers import VLCache
 from vlcache.errors import ConfigError
@@ -232,12 +232,4 @@ def run(settings: Settings, say: Callable[[str], None] = lambda line: print(line
         "range_s": {arm: [min(values), max(values)] for arm, values in times.items()},
         "stages_s": {name: statistics.median(s[name] for s in stages) for name in stages[0]},
     }
-    return {key: _rounded(value) for key, value in result.items()}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, list):
-        return [_rounded(v) for v in value]
-    return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
+    return dict(rounded(result))

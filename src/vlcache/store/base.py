@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from vlcache.errors import ConfigError
 from vlcache.types import Entry, EntryKey
 
-__all__ = ["Store", "StoreStats", "Tally"]
+__all__ = ["Store", "StoreStats", "Tally", "check_capacity"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,17 @@ class Tally:
                 refusals=self._times["refusals"],
                 faults=faults,
             )
+
+
+def check_capacity(store: str, capacity_bytes: int) -> None:
+    """Refuse a bound that is none.
+
+    Raises
+    ------
+    ConfigError
+    """
+    if capacity_bytes < 0:
+        raise ConfigError(f"{store} store: capacity {capacity_bytes} bytes is negative; 0 turns it off")
 
 
 class Store(Protocol):

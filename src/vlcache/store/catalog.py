@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vlcache.store.base import Tally
-from vlcache.store.codec import Encoded, Head, entry_name, parse_head
+from vlcache.store.codec import Encoded, Head, entry_name
 from vlcache.store.faults import DamagedError, Faults, ForeignError
 from vlcache.store.folder import EntryFile, Folder
 from vlcache.store.index import BUSY_S, Index, Row
@@ -60,7 +60,7 @@ class Catalog:
         What fails leaves nothing to be read.
         """
         index = self._ready()
-        if index is None or data.size > self._capacity:
+        if index is None or data.head.size > self._capacity:
             return None
         try:
             return self._place(index, data)
@@ -169,15 +169,15 @@ class Catalog:
                 self._index = None
 
     def _place(self, index: Index, data: Encoded) -> bool | None:
-        name = entry_name(data.key, data.stored)
-        row = _row(name, parse_head(data.head))
+        name = entry_name(data.head.header.key, data.head.stored)
+        row = _row(name, data.head)
         incoming = self.folder.write(data)
         try:
             with index.transaction():
                 known = index.get(name)
-                if known is not None and known[1] and not data.has_kv:
+                if known is not None and known[1] and not data.head.has_kv:
                     return False
-                if not self._make_room(index, name, data.size):
+                if not self._make_room(index, name, row.bytes):
                     return None
                 self.folder.accept(incoming, name)
                 index.put(row)

@@ -17,7 +17,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import xxhash
@@ -132,29 +132,20 @@ class Encoded:
 
     Attributes
     ----------
-    key : EntryKey
-    stored : {"raw", "int8", "fp8"}
-    has_kv : bool
-    head : bytes
-    parts : tuple of (Part, memoryview)
-        In the order of the file. The views hold on to the entry's tensors.
+    head : Head
+    head_bytes : bytes
+    views : tuple of memoryview
+        Bytes of `head.parts`, in order. They hold on to the entry's tensors.
     """
 
-    key: EntryKey
-    stored: Stored
-    has_kv: bool
-    head: bytes
-    parts: tuple[tuple[Part, memoryview], ...]
-
-    @property
-    def size(self) -> int:
-        return self.parts[-1][0].stop
+    head: Head
+    head_bytes: bytes
+    views: tuple[memoryview, ...]
 
     def pieces(self) -> Iterator[bytes | memoryview]:
         """All bytes, in order."""
-        yield self.head
-        for _, data in self.parts:
-            yield data
+        yield self.head_bytes
+        yield from self.views
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -179,25 +170,19 @@ def encode(entry: Entry, stored: Stored = "raw") -> Encoded:
     sums = {name: checksum(view) for name, view in views.items()}
     table: dict[str, Any] = {"__metadata__": _metadata(entry, stored, sums)}
     table["head_digest"] = {"dtype": "U8", "shape": [_DIGEST], "data_offsets": [0, _DIGEST]}
-    at, places = _DIGEST, {}
+    at = _DIGEST
     for name, tensor in tensors.items():
-        places[name] = (at, at + views[name].nbytes)
-        table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": list(places[name])}
-        at += views[name].nbytes
+        stop = at + views[name].nbytes
+        table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
+        at = stop
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text) + _DIGEST) % _ALIGN)
     head = struct.pack("<Q", len(text)) + text
-    base = len(head)
     head += hashlib.sha256(head).digest()
-    assert len(head) <= HEAD_LIMIT
-    parts = tuple(
-        (Part(name, tensor.dtype, tuple(tensor.shape), base + a, base + b, sums[name]), views[name])
-        for (name, tensor), (a, b) in zip(tensors.items(), places.values(), strict=True)
-    )
-    return Encoded(entry.header.key, stored, entry.has_kv, head, parts)
+    return Encoded(parse_head(head), head, tuple(views.values()))
 
 
-def decode(data: bytes | memoryview) -> tuple[Head, Encoded]:
+def decode(data: bytes | memoryview) -> Encoded:
     """A whole entry's bytes, every one checked, ready to be written again.
 
     Raises
@@ -208,11 +193,10 @@ def decode(data: bytes | memoryview) -> tuple[Head, Encoded]:
     view = memoryview(data)
     if head.size != len(view):
         raise DamagedError("truncated")
-    parts = tuple((part, view[part.start : part.stop]) for part in head.parts.values())
-    for part, piece in parts:
+    views = tuple(view[part.start : part.stop] for part in head.parts.values())
+    for part, piece in zip(head.parts.values(), views, strict=True):
         check(part, piece)
-    start = parts[0][0].start
-    return head, Encoded(head.header.key, head.stored, head.has_kv, bytes(view[:start]), parts)
+    return Encoded(head, bytes(view[: head_size(view)]), views)
 
 
 def check(part: Part, data: bytes | memoryview) -> None:
@@ -300,7 +284,7 @@ def _read(table: dict[str, Any], metadata: dict[str, str], base: int) -> Head:
         layout=int(metadata["layout"]),
     )
     stored = metadata["stored"]
-    if stored not in ("raw", "int8", "fp8"):
+    if stored not in get_args(Stored):
         raise ValueError("unknown storage")
     head = Head(
         header=header,

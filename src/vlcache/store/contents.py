@@ -31,7 +31,7 @@ class Tier(Protocol):
 
     def head(self, name: str) -> Head | None: ...
 
-    def whole(self, name: str) -> tuple[Head, Encoded] | None: ...
+    def whole(self, name: str) -> Encoded | None: ...
 
     def remove(self, name: str) -> bool: ...
 
@@ -136,13 +136,12 @@ def export(tiers: Mapping[str, Tier], path: Path) -> Iterator[bool]:
         with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
             for tier, name in todo:
                 found = tier.whole(name)
-                title = "" if found is None else entry_name(found[1].key, found[1].stored)
+                title = "" if found is None else entry_name(found.head.header.key, found.head.stored)
                 if found is not None and title not in seen:
                     seen.add(title)
-                    head, data = found
                     about = tarfile.TarInfo(title + ".safetensors")
-                    about.size, about.mtime, about.mode = data.size, head.created_s, 0o600
-                    archive.addfile(about, io.BytesIO(b"".join(data.pieces())))
+                    about.size, about.mtime, about.mode = found.head.size, found.head.created_s, 0o600
+                    archive.addfile(about, io.BytesIO(b"".join(found.pieces())))
                     yield True
                 else:
                     yield False
@@ -182,7 +181,7 @@ def _take(tiers: Mapping[str, Tier], file: IO[bytes] | None, size: int) -> str:
         data += file.read(head_size(data) - 8)
         if parse_head(data).size != size:  # before so much is read
             return "damaged"
-        _, encoded = decode(data + file.read())
+        encoded = decode(data + file.read())
     except DamagedError:
         return "damaged"
     except ForeignError:

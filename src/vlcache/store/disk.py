@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from vlcache.errors import ConfigError
 from vlcache.store.arrival import Arrival, load_layers
-from vlcache.store.base import StoreStats, Tally
+from vlcache.store.base import StoreStats, Tally, check_capacity
 from vlcache.store.catalog import Catalog
 from vlcache.store.codec import Encoded, Head, decode, encode, entry_name
-from vlcache.store.faults import DamagedError, Faults, ForeignError
+from vlcache.store.faults import DamagedError, Faults
 from vlcache.store.folder import EntryFile
+from vlcache.store.gate import Gate
 from vlcache.types import Entry, EntryKey, Stored
 from vlcache.worth import Worth
 
@@ -57,8 +57,7 @@ class DiskStore:
         stored: Stored = "raw",
         worth: Worth | None = None,
     ) -> None:
-        if capacity_bytes < 0:
-            raise ConfigError(f"disk store: capacity {capacity_bytes} bytes is negative; 0 turns it off")
+        check_capacity("disk", capacity_bytes)
         self._capacity = capacity_bytes
         self._stored: Stored = stored
         self._worth = worth or Worth(always=True)
@@ -67,7 +66,7 @@ class DiskStore:
         self._faults = Faults("disk", f"store in {folder}")
         self._threads = ThreadPoolExecutor(2 * _READERS, "vlcache-disk")
         self._closed = False
-        self._declined: dict[str, bool] = {}
+        self._gate = Gate("disk", stored, self._worth, self._faults)
         self._catalog = Catalog(Path(folder), capacity_bytes, self._faults, self._tally)
         if self._worth.wanted:
             self._threads.submit(self._measure)
@@ -85,9 +84,14 @@ class DiskStore:
         return {arrival.entry.header.key: arrival.entry for arrival, _ in arrivals}
 
     def put(self, entry: Entry) -> bool:
-        if self._declined.pop(self._name(entry.header.key), None):
-            return True  # it was computed because what is here is slow to read: no reason to write it again
-        return self.put_encoded(encode(entry, self._stored))
+        if self._gate.spares(entry.header.key):
+            return True
+        try:
+            data = encode(entry, self._stored)
+        except Exception as error:  # an entry that is none
+            self._faults.meet(error)
+            return self._tally.add_put(None)
+        return self.put_encoded(data)
 
     def put_encoded(self, data: Encoded) -> bool:
         """`put` of an entry in the bytes of its file."""
@@ -133,7 +137,7 @@ class DiskStore:
         """What an entry says of itself; None where it is gone or cannot be read, which is counted."""
         return self._looking(name, EntryFile.head)
 
-    def whole(self, name: str) -> tuple[Head, Encoded] | None:
+    def whole(self, name: str) -> Encoded | None:
         """An entry, every byte of it checked; None where it is gone or cannot be read, which is counted. A damaged one
         goes to quarantine."""
         return self._looking(name, lambda file: decode(file.whole()))
@@ -173,12 +177,7 @@ class DiskStore:
             if file is None:
                 return None
             head = file.head()
-            if head.header.key != key or head.stored != self._stored:
-                raise ForeignError("key")
-            reason = self._worth.against("disk", head)
-            if reason is not None:
-                self._faults.count(reason)
-                self._declined[name] = head.has_kv
+            if not self._gate.admits(key, head):
                 file.close()
                 return None
             arrival = Arrival(head, file.read, self._faults.note)

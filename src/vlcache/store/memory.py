@@ -7,8 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from vlcache.errors import ConfigError
-from vlcache.store.base import StoreStats, Tally
+from vlcache.store.base import StoreStats, Tally, check_capacity
 from vlcache.types import Entry, EntryKey
 
 __all__ = ["MemoryStore"]
@@ -25,8 +24,7 @@ class MemoryStore:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        if capacity_bytes < 0:
-            raise ConfigError(f"memory store: capacity {capacity_bytes} bytes is negative; 0 turns it off")
+        check_capacity("memory", capacity_bytes)
         self._capacity = capacity_bytes
         self._lock = threading.Lock()
         self._entries: OrderedDict[EntryKey, Entry] = OrderedDict()

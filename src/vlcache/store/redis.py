@@ -24,10 +24,11 @@ from redis.retry import Retry
 
 from vlcache.errors import ConfigError
 from vlcache.store.arrival import Arrival, load_layers
-from vlcache.store.base import StoreStats, Tally
+from vlcache.store.base import StoreStats, Tally, check_capacity
 from vlcache.store.breaker import Breaker
 from vlcache.store.codec import Encoded, Head, decode, encode, parse_head
-from vlcache.store.faults import DamagedError, Faults, ForeignError
+from vlcache.store.faults import DamagedError, Faults
+from vlcache.store.gate import Gate
 from vlcache.store.remote import BATCH_BYTES, PREFIX, RemoteParts, head_key, member_of, part_keys
 from vlcache.store.scripts import FIND, FORGET, PLACE
 from vlcache.types import Entry, EntryKey, Stored
@@ -76,8 +77,7 @@ class RedisStore:
         timeout_s: float = 2.0,
         retry_s: float = 30.0,
     ) -> None:
-        if capacity_bytes < 0:
-            raise ConfigError(f"redis store: capacity {capacity_bytes} bytes is negative; 0 turns it off")
+        check_capacity("redis", capacity_bytes)
         try:
             self._client: Any = redis.Redis.from_url(
                 url,
@@ -103,7 +103,7 @@ class RedisStore:
         self._faults = Faults("redis", "store on the server")
         self._threads = ThreadPoolExecutor(2, "vlcache-redis")
         self._closed = False
-        self._declined: dict[str, bool] = {}
+        self._gate = Gate("redis", stored, self._worth, self._faults)
         self._find, self._place, self._forget = (self._client.register_script(s) for s in (FIND, PLACE, FORGET))
         if self._worth.wanted:
             self._threads.submit(self._measure)
@@ -127,16 +127,21 @@ class RedisStore:
         return {arrival.entry.header.key: arrival.entry for arrival, _ in arrivals}
 
     def put(self, entry: Entry) -> bool:
-        if self._declined.pop(self._member(entry.header.key), None):
-            return True  # it was computed because what is there is slow to load: no reason to write it again
-        return self.put_encoded(encode(entry, self._stored))
+        if self._gate.spares(entry.header.key):
+            return True
+        try:
+            data = encode(entry, self._stored)
+        except Exception as error:  # an entry that is none
+            self._faults.meet(error)
+            return self._tally.add_put(None)
+        return self.put_encoded(data)
 
     def put_encoded(self, data: Encoded) -> bool:
         """`put` of an entry in the bytes of its file."""
         kept = None
-        if not self._closed and data.size <= self._capacity:
+        if not self._closed and data.head.size <= self._capacity:
             try:
-                kept = self._write(member_of(data.key, data.stored), data)
+                kept = self._write(data)
             except Exception as error:
                 self._fault(error)
         return self._tally.add_put(kept)
@@ -195,10 +200,10 @@ class RedisStore:
         """What an entry says of itself; None where it is gone or cannot be read, which is counted."""
         return self._looking(member, parse_head)
 
-    def whole(self, member: str) -> tuple[Head, Encoded] | None:
+    def whole(self, member: str) -> Encoded | None:
         """An entry, every byte of it checked; None where it is gone or cannot be read. A damaged one is removed."""
 
-        def read(data: bytes) -> tuple[Head, Encoded]:
+        def read(data: bytes) -> Encoded:
             pieces = self._ask(part_keys(parse_head(data), data))
             if None in pieces:
                 raise DamagedError("part missing")
@@ -232,12 +237,7 @@ class RedisStore:
         """Check a head and read all but the K/V."""
         try:
             head = parse_head(data)
-            if head.header.key != key or head.stored != self._stored:
-                raise ForeignError("key")
-            reason = self._worth.against("redis", head)
-            if reason is not None:
-                self._faults.count(reason)
-                self._declined[self._member(key)] = head.has_kv
+            if not self._gate.admits(key, head):
                 return None
             parts = RemoteParts(self._ask, data, head)
             return Arrival(head, parts.read, self._faults.note), parts
@@ -284,19 +284,20 @@ class RedisStore:
 
     # Writing
 
-    def _write(self, member: str, data: Encoded) -> bool | None:
+    def _write(self, data: Encoded) -> bool | None:
         """Tensors first, in batches, then the head. None if there is no room, False if what is there says more.
 
         Until they have their head tensors expire within minutes: whatever ends a writer leaves nothing behind.
         """
+        head, member = data.head, member_of(data.head.header.key, data.head.stored)
         (old,) = self._ask([head_key(member)])
-        names = part_keys(parse_head(data.head), data.head)
-        again = old == data.head and self._call(lambda: self._client.exists(*names)) == len(names)
-        if again or (old and not data.has_kv and self._has_kv(member, old)):
+        names = part_keys(head, data.head_bytes)
+        again = old == data.head_bytes and self._call(lambda: self._client.exists(*names)) == len(names)
+        if again or (old and not head.has_kv and self._has_kv(member, old)):
             self._call(lambda: self._find(args=[PREFIX, self._ttl_s, member]))
             return again
         pipeline, waiting = self._client.pipeline(transaction=False), 0
-        for (_, view), name in zip(data.parts, names, strict=True):
+        for view, name in zip(data.views, names, strict=True):
             pipeline.set(name, view, ex=_WRITING_S)
             waiting += view.nbytes
             if waiting >= BATCH_BYTES:
@@ -305,8 +306,8 @@ class RedisStore:
         self._call(pipeline.execute)
         with self._lock:
             spared = list(self._pins)
-        args: list[Any] = [PREFIX, self._ttl_s, self._capacity, data.size, member, data.head, int(data.has_kv), *spared]
-        outcome, evicted = self._call(lambda: self._place(args=args))
+        about: list[Any] = [self._capacity, head.size, member, data.head_bytes, int(head.has_kv)]
+        outcome, evicted = self._call(lambda: self._place(args=[PREFIX, self._ttl_s, *about, *spared]))
         self._tally.add("evictions", evicted)
         if outcome < 0:
             self._faults.note("redis: lost while being written")

@@ -1,8 +1,4 @@
-"""A server's keys for an entry, and reading its tensors a few megabytes at a time.
-
-vlcache:1:<scope>:{<name>}:head                 the head of the entry's file
-vlcache:1:<scope>:{<name>}:<seal>:<tensor>      a tensor's bytes; the seal is the head's own digest
-"""
+"""A server's keys for an entry (see `redis.py`), and reading its tensors a few megabytes at a time."""
 
 from __future__ import annotations
 
