@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlcache.plan import LayerStep, Plan, SpanPlan, plan_span
-from vlcache.policies import Evidence, parse_policy
+from vlcache.policies import Evidence, Look, parse_policy
 from vlcache.ranges import Ranges, normal
 from vlcache.types import Span
 
@@ -30,6 +30,9 @@ class Asked:
 
     per_layer: tuple[Ranges, ...]
     name: str = "asked"
+
+    def look(self, layers: int) -> Look | None:
+        return None
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         return self.per_layer[layer]
@@ -131,6 +134,9 @@ def test_the_policy_is_told_layers_and_checkpoints() -> None:
     class Spy:
         name: str = "spy"
 
+        def look(self, layers: int) -> Look | None:
+            return None
+
         def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
             seen.append((span, layer, evidence.layers, evidence.checkpoints))
             return ()
@@ -192,7 +198,7 @@ def test_rows_enter_only_where_a_checkpoint_is(data: st.DataObject) -> None:
 
 def test_steps_by_hand() -> None:
     """Two text tokens, a picture of four that loses a row a layer, one text token."""
-    treated = SpanPlan(make_span(2, 4), (((0, 2),), ((0, 1),)))
+    treated = SpanPlan(make_span(2, 4), (((0, 2),), ((0, 1),)), Evidence(2))
     assert list(Plan(0, 7, 2, ((6, 7),), (treated,)).steps()) == [
         LayerStep(0, ((0, 4), (6, 7)), ((0, 4), (6, 7)), ((0, 3), (6, 7)), (((4, 6),),)),
         LayerStep(1, (), ((0, 3), (6, 7)), ((6, 7),), (((3, 6),),)),
@@ -255,7 +261,7 @@ def test_plans_are_pure_data(plan: Plan) -> None:
         assert hash(again) == hash(value)
         parts = contents(value)
         assert not [x for x in parts if isinstance(x, torch.Tensor)]
-        assert {type(x) for x in parts} <= {Plan, SpanPlan, LayerStep, Span, tuple, int, str}
+        assert {type(x) for x in parts} <= {Plan, SpanPlan, Evidence, LayerStep, Span, tuple, int, str, type(None)}
 
 
 def test_plans_are_frozen() -> None:

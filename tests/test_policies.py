@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from vlcache.errors import ConfigError
 from vlcache.policies import POLICIES, Evidence, Full, Layered, NoRecompute, Policy, Prefix, parse_policy
-from vlcache.ranges import Ranges
+from vlcache.ranges import Ranges, count, indices, intersect
 from vlcache.types import Span
 
 settings.register_profile("no deadline", deadline=None)
@@ -20,6 +21,7 @@ settings.load_profile("no deadline")
 
 LAYERS = 4
 EVIDENCE = Evidence(layers=LAYERS)
+SCORES = tuple(float(7919 * token % 10007) for token in range(20000))
 
 # Of every registered name the ways to write it that the suite runs over, for a model of LAYERS layers
 EXAMPLES = {
@@ -27,9 +29,16 @@ EXAMPLES = {
     "none": ["none"],
     "prefix": ["prefix", "prefix:0", "prefix:0.02", "prefix:0.02,1", "prefix:0.5", "prefix:1"],
     "layered": ["layered:1,0.5,0.1,0", "layered:0.2,0.4,0.4,0.2", "layered:0,0,0,0"],
+    "band": ["band:0,2,0.25", "band:1,2,0.1", "band:2,9,0.5", "band:0,9,1", "band:3,3,0"],
+    "epic": ["epic:0", "epic:16", "epic:100000"],
+    "mpic": ["mpic:0", "mpic:32", "mpic:100000"],
+    "cacheblend": ["cacheblend:0.15", "cacheblend:0", "cacheblend:1"],
+    "kvshare": ["kvshare:0.15", "kvshare:0", "kvshare:1"],
+    "random": ["random:0.1", "random:0.1,7", "random:0", "random:1"],
 }
-CONSTANT = ["full", "none", *EXAMPLES["prefix"]]
-EVERYTHING = ["full", "prefix:1", "layered:1,1,1,1"]
+CONSTANT = ["full", "none", *EXAMPLES["prefix"], *EXAMPLES["epic"], *EXAMPLES["mpic"], *EXAMPLES["random"]]
+NARROWING = [*CONSTANT, *EXAMPLES["cacheblend"], *EXAMPLES["kvshare"], "layered:1,0.5,0.1,0"]
+EVERYTHING = ["full", "prefix:1", "layered:1,1,1,1", "band:0,9,1", "cacheblend:1", "kvshare:1", "random:1"]
 
 lengths = st.integers(1, 5000)
 ratios = st.floats(0, 1, allow_subnormal=False)
@@ -44,8 +53,12 @@ def make_span(length: int, start: int = 0) -> Span:
     return Span("picture", start, length, (1, 2, 2 * length))
 
 
-def asked(policy: Policy, length: int) -> list[Ranges]:
-    return [policy.rows(make_span(length), layer, EVIDENCE) for layer in range(LAYERS)]
+def asked(policy: Policy, length: int, start: int = 0) -> list[Ranges]:
+    """Rows by layer, as the driver asks for them: behind a look, with its scores."""
+    look = policy.look(LAYERS)
+    behind = replace(EVIDENCE, scores=SCORES[:length])
+    evidence = [behind if look is not None and layer > look.layer else EVIDENCE for layer in range(LAYERS)]
+    return [policy.rows(make_span(length, start), layer, evidence[layer]) for layer in range(LAYERS)]
 
 
 def tokens(policy: Policy, length: int, layer: int = 0) -> int:
@@ -71,7 +84,7 @@ def test_rows_are_sorted_apart_and_in_range(policy: Policy, length: int) -> None
 def test_rows_are_the_same_each_time_and_wherever_the_picture_stands(policy: Policy, length: int) -> None:
     first = asked(policy, length)
     assert asked(policy, length) == first
-    assert [policy.rows(make_span(length, start=900), layer, EVIDENCE) for layer in range(LAYERS)] == first
+    assert asked(policy, length, start=900) == first
 
 
 def test_a_policy_pickles_and_hashes(policy: Policy) -> None:
@@ -97,6 +110,19 @@ def test_the_name_reads_back_as_the_policy(policy: Policy) -> None:
 def test_constant_policies_are_nested(text: str, length: int) -> None:
     for shallow, deep in pairwise(asked(parse_policy(text), length)):
         assert shallow == deep
+
+
+@pytest.mark.parametrize("text", NARROWING)
+@pytest.mark.parametrize("length", [1, 50, 1000])
+def test_deeper_layers_compute_no_other_rows(text: str, length: int) -> None:
+    for shallow, deep in pairwise(asked(parse_policy(text), length)):
+        assert intersect(shallow, deep) == deep
+
+
+@pytest.mark.parametrize("length", [1, 50, 1000])
+def test_a_rule_that_looks_says_before_how_many_rows_it_will_ask_for(policy: Policy, length: int) -> None:
+    before = [count(policy.rows(make_span(length), layer, EVIDENCE)) for layer in range(LAYERS)]
+    assert list(map(count, asked(policy, length))) == before
 
 
 @pytest.mark.parametrize("text", EVERYTHING)
@@ -229,6 +255,23 @@ def test_a_name_near_none_is_told_all(text: str) -> None:
         ("layered:1,,0", ["policy layered", "'1,,0'"]),
         ("layered:1,x", ["policy layered", "'1,x'"]),
         ("layered:1,7", ["policy layered", "7", "between 0 and 1"]),
+        ("band", ["policy band", "None", "band:15,22,0.25"]),
+        ("band:1,2", ["policy band", "'1,2'", "two layers and a share"]),
+        ("band:1.5,2,0.1", ["policy band", "'1.5,2,0.1'"]),
+        ("band:3,2,0.1", ["policy band", "layers 3 to 2"]),
+        ("band:-1,2,0.1", ["policy band", "layers -1 to 2"]),
+        ("band:1,2,1.1", ["policy band", "1.1", "between 0 and 1"]),
+        ("epic", ["policy epic", "None", "epic:16"]),
+        ("epic:0.5", ["policy epic", "whole number", "'0.5'"]),
+        ("epic:-1", ["policy epic", "-1 tokens"]),
+        ("mpic:many", ["policy mpic", "'many'"]),
+        ("mpic:-3", ["policy mpic", "-3 tokens"]),
+        ("cacheblend", ["policy cacheblend", "cacheblend:0.15"]),
+        ("cacheblend:0.1,2", ["policy cacheblend", "'0.1,2'"]),
+        ("kvshare:7", ["policy kvshare", "7", "between 0 and 1"]),
+        ("random", ["policy random", "None", "seed"]),
+        ("random:0.1,0.2", ["policy random", "'0.1,0.2'", "seed"]),
+        ("random:nan", ["policy random", "nan", "between 0 and 1"]),
     ],
 )
 def test_a_wrong_argument_is_named(text: str, told: list[str]) -> None:
@@ -241,11 +284,40 @@ def test_a_ratio_out_of_range_is_refused_in_code_too(make: Callable[[], Policy])
     assert "between 0 and 1" in refusal(make)
 
 
-@pytest.mark.parametrize("count", [1, 3, 5])
-def test_layered_says_how_many_ratios_the_model_needs(count: int) -> None:
-    policy = Layered((0.5,) * count)
+@pytest.mark.parametrize("ratios", [1, 3, 5])
+def test_layered_says_how_many_ratios_the_model_needs(ratios: int) -> None:
+    policy = Layered((0.5,) * ratios)
     message = refusal(lambda: policy.rows(make_span(10), 0, EVIDENCE))
-    assert all(part in message for part in ("policy layered", f"{count} ratios", f"{LAYERS} layers"))
+    assert all(part in message for part in ("policy layered", f"{ratios} ratios", f"{LAYERS} layers"))
+
+
+def test_random_tokens_are_spread_and_change_with_picture_and_seed() -> None:
+    rows = [indices(asked(parse_policy(text), 1000)[0]) for text in ("random:0.1", "random:0.1,7")]
+    assert all(len(some) == 100 and 300 < sum(some) / 100 < 700 for some in rows)
+    assert rows[0] != rows[1]
+    assert (
+        parse_policy("random:0.1").rows(Span("other", 0, 1000, (1, 2, 2000)), 0, EVIDENCE)
+        != asked(parse_policy("random:0.1"), 1000)[0]
+    )
+
+
+@pytest.mark.parametrize("rule", ["epic", "mpic"])
+def test_a_count_of_front_tokens(rule: str) -> None:
+    assert [tokens(parse_policy(f"{rule}:16"), length, layer) for length, layer in ((10, 0), (16, 1), (900, 3))] == [
+        10,
+        16,
+        16,
+    ]
+
+
+def test_a_band_by_hand() -> None:
+    assert asked(parse_policy("band:1,2,0.25"), 8) == [(), ((0, 8),), ((0, 8),), ((1, 2), (5, 6))]
+    assert sorted(range(8), key=lambda token: -SCORES[token])[:2] == [5, 1]
+
+
+def test_measured_rules_take_the_highest_scores() -> None:
+    for text in ("cacheblend:0.25", "kvshare:0.25"):
+        assert asked(parse_policy(text), 8) == [((0, 8),), ((0, 8),), ((1, 2), (5, 6)), ((1, 2), (5, 6))]
 
 
 def refusal(action: Callable[[], object]) -> str:

@@ -8,7 +8,8 @@ can make one and a worker can execute it.
 
 A row is in layer l + 1 because layer l computed it, or because it enters there from a checkpoint, a cached hidden
 state. Layer 0 is always such an entrance (the encoder output is its input). A policy that asks for a row where it
-cannot be is widened: the row is also computed in the layers that lead there.
+cannot be is widened: the row is also computed in the layers that lead there. A rule that looks at what a layer has
+computed settles the deeper layers then; those cannot be widened past the look, rows that are gone stay cached.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vlcache.policies.base import Evidence, Policy
+from vlcache.errors import ConfigError
+from vlcache.policies.base import Evidence, Look, Policy
 from vlcache.ranges import Ranges, count, intersect, normal, shift, subtract, union
 from vlcache.types import Span
 
-__all__ = ["LayerStep", "Plan", "SpanPlan", "make_plan", "plan_span"]
+__all__ = ["LayerStep", "Plan", "SpanPlan", "make_plan", "plan_span", "settle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,13 @@ class SpanPlan:
     span : Span
     rows : tuple of Ranges
         Per layer the tokens computed afresh, counted from the span's first token.
+    evidence : Evidence
+        On which the policy decided.
     """
 
     span: Span
     rows: tuple[Ranges, ...]
+    evidence: Evidence
 
     @property
     def computed(self) -> int:
@@ -86,6 +91,8 @@ class Plan:
     spans : tuple of SpanPlan
         The reused pictures in `begin` to `end`, of the first one maybe the rest. Everything else there is computed
         in every layer.
+    look : Look, optional
+        What has to be measured before the layers behind it are settled.
     """
 
     begin: int
@@ -93,33 +100,35 @@ class Plan:
     layers: int
     want: Ranges
     spans: tuple[SpanPlan, ...] = ()
+    look: Look | None = None
 
     def rows(self, layer: int) -> Ranges:
         """Rows that `layer` computes."""
-        return self._with_spans(self._fresh(), layer)
+        return self._with_spans(self.text(), layer)
 
-    def _fresh(self) -> Ranges:
+    def text(self) -> Ranges:
+        """Rows outside of the reused pictures; every layer computes them."""
         reused = union(*(((s.span.start, s.span.stop),) for s in self.spans))
         return subtract(((self.begin, self.end),), reused)
 
     def _with_spans(self, fresh: Ranges, layer: int) -> Ranges:
         return union(fresh, *(shift(s.rows[layer], s.span.start) for s in self.spans))
 
+    def step(self, layer: int) -> LayerStep:
+        """A layer's work."""
+        fresh = self.text()
+        rows = self._with_spans(fresh, layer)
+        live = intersect(self._with_spans(fresh, layer - 1), rows) if layer else ()
+        after = self.want if layer == self.layers - 1 else self._with_spans(fresh, layer + 1)
+        reuse = tuple(
+            subtract(((max(s.span.start, self.begin), s.span.stop),), shift(s.rows[layer], s.span.start))
+            for s in self.spans
+        )
+        return LayerStep(layer, subtract(rows, live), rows, intersect(rows, after), reuse)
+
     def steps(self) -> Iterator[LayerStep]:
         """The layers' work, first to last."""
-        fresh = self._fresh()
-        live: Ranges = ()
-        rows = self._with_spans(fresh, 0)
-        for layer in range(self.layers):
-            last = layer == self.layers - 1
-            after = self.want if last else self._with_spans(fresh, layer + 1)
-            keep = intersect(rows, after)
-            reuse = tuple(
-                subtract(((max(s.span.start, self.begin), s.span.stop),), shift(s.rows[layer], s.span.start))
-                for s in self.spans
-            )
-            yield LayerStep(layer, subtract(rows, live), rows, keep, reuse)
-            live, rows = keep, after
+        return map(self.step, range(self.layers))
 
     def rows_per_layer(self) -> tuple[int, ...]:
         return tuple(count(self.rows(layer)) for layer in range(self.layers))
@@ -132,10 +141,19 @@ class Plan:
     def computed_until(self) -> int:
         """Index up to which every layer computes every token: `exact_until`, and the front of the span there that
         every layer computes."""
+        if self.look is not None:
+            return self.exact_until()  # which rows the deeper layers compute is not known yet
         for s in self.spans:
             if not s.exact:
                 return s.span.start + min(r[0][1] if r and r[0][0] == 0 else 0 for r in s.rows)
         return self.end
+
+    def settled_as(self, other: Plan) -> Plan:
+        """This plan with the rows that `other`, which is this one or its rest, has settled for its spans."""
+        if self.look is None:
+            return self
+        settled = {one.span.start: one for one in other.spans}
+        return replace(self, spans=tuple(settled.get(one.span.start, one) for one in self.spans), look=None)
 
     def behind(self, begin: int) -> Plan:
         """The work from `begin` on, for K/V that are there already before it, as this plan would have left them.
@@ -143,7 +161,7 @@ class Plan:
         What is exact is for this plan to say; the one returned does not know what stands before it.
         """
         rest = tuple(
-            SpanPlan(s.span, tuple(subtract(r, ((0, max(0, begin - s.span.start)),)) for r in s.rows))
+            replace(s, rows=tuple(subtract(r, ((0, max(0, begin - s.span.start)),)) for r in s.rows))
             for s in self.spans
             if s.span.stop > begin
         )
@@ -164,13 +182,37 @@ def plan_span(
         policy says.
     """
     evidence = Evidence(layers=layers, checkpoints=checkpoints)
-    everything = ((0, span.length),)
-    wanted = intersect(shift(want, -span.start), everything)
-    rows = [union(intersect(normal(policy.rows(span, layer, evidence)), everything), wanted) for layer in range(layers)]
+    rows = _asked(policy, span, evidence, want)
     for layer in range(layers - 1, 0, -1):
         if layer not in checkpoints:
             rows[layer - 1] = union(rows[layer - 1], rows[layer])
-    return SpanPlan(span, tuple(rows))
+    return SpanPlan(span, tuple(rows), evidence)
+
+
+def _asked(policy: Policy, span: Span, evidence: Evidence, want: Ranges) -> list[Ranges]:
+    everything = ((0, span.length),)
+    wanted = intersect(shift(want, -span.start), everything)
+    asked = (normal(policy.rows(span, layer, evidence)) for layer in range(evidence.layers))
+    return [union(intersect(rows, everything), wanted) for rows in asked]
+
+
+def settle(plan: Plan, policy: Policy, scores: Sequence[tuple[float, ...]]) -> Plan:
+    """The plan once its look has been taken: layers up to the look's are as they were, deeper ones are asked again.
+
+    Parameters
+    ----------
+    scores : sequence of tuple of float
+        By span and token, see `Evidence.scores`.
+    """
+    assert plan.look is not None
+    spans = []
+    for one, its in zip(plan.spans, scores, strict=True):
+        evidence = replace(one.evidence, scores=its)
+        rows = list(one.rows[: plan.look.layer + 1])
+        for layer, asked in list(enumerate(_asked(policy, one.span, evidence, plan.want)))[len(rows) :]:
+            rows.append(asked if layer in evidence.checkpoints else intersect(asked, rows[-1]))
+        spans.append(SpanPlan(one.span, tuple(rows), evidence))
+    return replace(plan, spans=tuple(spans), look=None)
 
 
 def make_plan(
@@ -193,4 +235,7 @@ def make_plan(
     """
     want = ((end - wanted, end),)
     spans = tuple(plan_span(policy, span, layers, checkpoints.get(span.content, ()), want) for span in reused)
-    return Plan(begin, end, layers, want, spans)
+    look = policy.look(layers)
+    if look is not None and not 0 <= look.layer < layers - 1:
+        raise ConfigError(f"policy {policy.name}: looks at layer {look.layer}, the model has 0 to {layers - 1}")
+    return Plan(begin, end, layers, want, spans, look if spans else None)

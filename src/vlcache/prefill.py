@@ -1,24 +1,28 @@
 """Selective prefill: one driver for every policy, and the protocol that an engine's adapter fulfils.
 
-Each layer: put the reused spans' moved K/V in place, let rows enter, compute the rows' K/V, then attention and MLP
-for those that go on. The driver holds hidden states of live rows only.
+Each layer: put the reused spans' moved K/V in place, let rows enter, compute the rows' K/V, take the look that a rule
+may want and settle the deeper layers' rows, then attention and MLP for those that go on. The driver holds hidden
+states of live rows only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from vlcache.plan import LayerStep, Plan
+from vlcache.measure import moved_attention, moved_values
+from vlcache.plan import LayerStep, Plan, settle
+from vlcache.policies.base import Policy
 from vlcache.ranges import Ranges, count, intersect, places, shift, subtract, union
 from vlcache.rope import Rope, Rotation, rotate
 from vlcache.types import Entry, Geometry, Span
 
-__all__ = ["Adapter", "Job", "Placed", "RunLayer", "place", "put_reused", "selective_prefill", "take"]
+__all__ = ["Adapter", "Job", "Placed", "Queries", "RunLayer", "place", "put_reused", "selective_prefill", "take"]
 
 
 class Adapter(Protocol):
@@ -26,6 +30,11 @@ class Adapter(Protocol):
 
     @property
     def geometry(self) -> Geometry: ...
+
+    @property
+    def scale(self) -> float:
+        """Factor on attention scores."""
+        ...
 
     def embed(self, rows: Ranges) -> Tensor:
         """Input of layer 0: text embeddings, and encoder outputs at vision tokens."""
@@ -107,6 +116,8 @@ class Job:
 
     Attributes
     ----------
+    policy : Policy, optional
+        Asked again after the plan's look; needed where there is one.
     watch : callable, optional
         Called with each layer's step and its input `[rows, hidden]`, to capture checkpoints. It must copy what
         it keeps.
@@ -115,18 +126,23 @@ class Job:
     adapter: Adapter
     plan: Plan
     placed: Sequence[Placed] = ()
+    policy: Policy | None = None
     watch: Callable[[LayerStep, Tensor], None] | None = None
 
 
-RunLayer = Callable[[Sequence[LayerStep], Sequence[Tensor]], Sequence[Tensor]]
+Queries = Callable[[int, Ranges], Tensor]
+"""A job's queries at some of its step's rows, as attention sees them: `[heads, count(rows), D]`."""
+
+RunLayer = Callable[[Sequence[LayerStep], Sequence[Tensor], Callable[[Queries], Sequence[LayerStep]]], Sequence[Tensor]]
 """One layer of several jobs: for each its step and input `[count(step.rows), hidden]`.
 
-Computes and writes K/V of `step.rows` and returns the layer's output at `step.keep`, by job. A row attends to every key
-of its job at its own index and before it. Inputs may be overwritten.
+Computes and writes K/V of `step.rows`; then calls its third argument, which gives the steps with other rows to keep
+where a rule has looked; and returns the layer's output at those steps' `keep`, by job. A row attends to every key of
+its job at its own index and before it. Inputs may be overwritten.
 """
 
 
-def selective_prefill(jobs: Sequence[Job], run_layer: RunLayer) -> list[Tensor]:
+def selective_prefill(jobs: Sequence[Job], run_layer: RunLayer) -> list[tuple[Plan, Tensor]]:
     """Fill the K/V of prompts by their plans, layer by layer, all of them in the same layer at a time.
 
     Parameters
@@ -137,14 +153,47 @@ def selective_prefill(jobs: Sequence[Job], run_layer: RunLayer) -> list[Tensor]:
 
     Returns
     -------
-    list of Tensor, `[count(plan.want), hidden]`
-        For each job the last layer's output, before the final norm.
+    list of tuple
+        For each job its plan as it was carried out, and the last layer's output, before the final norm,
+        `[count(plan.want), hidden]`.
     """
+    plans = [job.plan for job in jobs]
     hidden: Sequence[Tensor] = [torch.empty(0)] * len(jobs)
-    for steps in zip(*(job.plan.steps() for job in jobs), strict=True):
+    for layer in range(plans[0].layers):
+
+        def look(queries: Queries, layer: int = layer) -> list[LayerStep]:
+            for number, (job, plan) in enumerate(zip(jobs, plans, strict=True)):
+                if plan.look is not None and plan.look.layer == layer:
+                    assert job.policy is not None
+                    scores = _scores(job, plan, partial(queries, number))
+                    plans[number] = settle(plan, job.policy, scores)
+            return [plan.step(layer) for plan in plans]
+
+        steps = [plan.step(layer) for plan in plans]
         rows = [_rows(job, step, h) for job, step, h in zip(jobs, steps, hidden, strict=True)]
-        hidden = run_layer(steps, rows)
-    return list(hidden)
+        hidden = run_layer(steps, rows, look)
+    return list(zip(plans, hidden, strict=True))
+
+
+def _scores(job: Job, plan: Plan, queries: Callable[[Ranges], Tensor]) -> list[tuple[float, ...]]:
+    """What a plan's look measures, by span and token."""
+    assert plan.look is not None
+    layer = plan.look.layer
+    scores = []
+    for one, placed in zip(plan.spans, job.placed, strict=True):
+        span = one.span
+        cached_keys, cached_values = placed.kv(layer, span.start, span.stop)
+        if plan.look.what == "values":
+            moved = moved_values(job.adapter.read_kv(layer, span.start, span.stop)[1], cached_values)
+        else:
+            behind = intersect(plan.text(), ((span.stop, plan.end),))
+            keys = job.adapter.read_kv(layer, 0, plan.end)[0]
+            moved = moved_attention(queries(behind), keys, cached_keys, behind, span.start, job.adapter.scale)
+        computed = torch.zeros(span.length, dtype=torch.bool, device=moved.device)
+        for start, stop in one.rows[layer]:
+            computed[start:stop] = True
+        scores.append(tuple(moved.where(computed, 0.0).tolist()))
+    return scores
 
 
 def _rows(job: Job, step: LayerStep, hidden: Tensor) -> Tensor:

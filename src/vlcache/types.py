@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vlcache.rope import Rope
 
-__all__ = ["LAYOUT", "Capture", "Entry", "EntryKey", "EntryLostError", "Geometry", "Header", "Span", "Stored"]
+__all__ = ["LAYOUT", "Capture", "Context", "Entry", "EntryKey", "EntryLostError", "Geometry", "Header", "Span", "Stored"]
 
 LAYOUT = 1
 """Version of an entry's layout. An entry of another version is a miss."""
@@ -113,6 +113,22 @@ class Header:
     layout: int = LAYOUT
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What stood before a picture when it was captured, as digests, see `vlcache.context`.
+
+    Attributes
+    ----------
+    turn : str
+        Text and pictures before it in its own turn of the chat.
+    pictures : str
+        Pictures of earlier turns.
+    """
+
+    turn: str
+    pictures: str
+
+
 class EntryLostError(Exception):
     """An entry whose K/V were still arriving turned out damaged or did not arrive. Whoever uses the entry starts again
     without it; this never reaches a caller of the package.
@@ -148,6 +164,8 @@ class Entry:
         Hidden states at the input of some layers, so that rows can enter there.
     capture : {"observed", "neutral"}
         The context of the keys: the request that first carried the picture, or the chat template's opening.
+    context : Context or None
+        Digests of that context; None: unknown.
     created_s : float
         Seconds since the epoch.
     cost_s : float
@@ -166,6 +184,7 @@ class Entry:
     values: Tensor | None = None
     checkpoints: Mapping[int, Tensor] = field(default_factory=dict)
     capture: Capture = "observed"
+    context: Context | None = None
     created_s: float = 0.0
     cost_s: float = 0.0
     arriving: Callable[[int], None] | None = None

@@ -6,20 +6,33 @@ import difflib
 from collections.abc import Callable
 
 from vlcache.errors import ConfigError
-from vlcache.policies.base import Evidence, Policy
+from vlcache.policies.band import Band
+from vlcache.policies.base import Evidence, Look, Policy
+from vlcache.policies.cacheblend import CacheBlend
+from vlcache.policies.epic import Epic
 from vlcache.policies.front import Layered, Prefix
 from vlcache.policies.full import Full
+from vlcache.policies.kvshare import KVShare
+from vlcache.policies.mpic import Mpic
 from vlcache.policies.none import NoRecompute
+from vlcache.policies.random import RandomTokens
 
 __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
+    "Band",
+    "CacheBlend",
+    "Epic",
     "Evidence",
     "Full",
+    "KVShare",
     "Layered",
+    "Look",
+    "Mpic",
     "NoRecompute",
     "Policy",
     "Prefix",
+    "RandomTokens",
     "parse_policy",
 ]
 
@@ -63,11 +76,53 @@ def _layered(argument: str | None) -> Policy:
     return Layered(_numbers(argument, "layered"))
 
 
+def _share(make: Callable[[float], Policy], name: str) -> Callable[[str | None], Policy]:
+    def parse(argument: str | None) -> Policy:
+        numbers = _numbers(argument, name) if argument is not None else ()
+        if len(numbers) != 1:
+            raise ConfigError(f"policy {name}: needs one ratio, got {argument!r}; write {name}:0.15")
+        return make(numbers[0])
+
+    return parse
+
+
+def _tokens(make: Callable[[int], Policy], name: str) -> Callable[[str | None], Policy]:
+    def parse(argument: str | None) -> Policy:
+        numbers = _numbers(argument, name) if argument is not None else ()
+        if len(numbers) != 1 or not numbers[0].is_integer():
+            raise ConfigError(f"policy {name}: needs a whole number of tokens, got {argument!r}; write {name}:16")
+        return make(int(numbers[0]))
+
+    return parse
+
+
+def _random(argument: str | None) -> Policy:
+    numbers = _numbers(argument, "random") if argument is not None else ()
+    if not 1 <= len(numbers) <= 2 or not all(number.is_integer() for number in numbers[1:]):
+        raise ConfigError(
+            f"policy random: {argument!r} is not a ratio, or a ratio and a seed; write random:0.1 or random:0.1,7"
+        )
+    return RandomTokens(numbers[0], *map(int, numbers[1:]))
+
+
+def _band(argument: str | None) -> Policy:
+    numbers = _numbers(argument, "band") if argument is not None else ()
+    if len(numbers) != 3 or not all(number.is_integer() for number in numbers[:2]):
+        raise ConfigError(f"policy band: {argument!r} is not two layers and a share; write band:15,22,0.25")
+    return Band(int(numbers[0]), int(numbers[1]), numbers[2])
+
+
 POLICIES: dict[str, Callable[[str | None], Policy]] = {
     "full": _no_argument(Full),
     "none": _no_argument(NoRecompute),
     "prefix": _prefix,
     "layered": _layered,
+    "band": _band,
+    "epic": _tokens(Epic, "epic"),
+    "mpic": _tokens(Mpic, "mpic"),
+    "cacheblend": _share(CacheBlend, "cacheblend"),
+    "kvshare": _share(KVShare, "kvshare"),
+    "random": _random,
 }
 """The registered rules by name; each value reads what stands behind the colon."""
 

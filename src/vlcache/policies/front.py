@@ -6,11 +6,11 @@ tokens removes the largest terms first. Layers differ in how much an error matte
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from vlcache.errors import ConfigError
-from vlcache.policies.base import Evidence
+from vlcache.policies.base import Evidence, Look
+from vlcache.policies.share import check_share, share_of, written
 from vlcache.ranges import Ranges
 from vlcache.types import Span
 
@@ -21,21 +21,8 @@ __all__ = ["Layered", "Prefix"]
 _LEAST = 4
 
 
-def _check(ratio: float, policy: str) -> None:
-    if not 0 <= ratio <= 1:
-        raise ConfigError(f"policy {policy}: ratio {ratio} is not between 0 and 1; give the share of tokens, 0.02")
-
-
-def _written(ratio: float) -> str:
-    """Short where that reads back as the same number."""
-    short = f"{ratio:g}"
-    return short if float(short) == ratio else repr(ratio)
-
-
 def _front(length: int, ratio: float, least: int) -> Ranges:
-    # ceil of a product such as 0.07 * 100 = 7.000000000000001 must not cost a token
-    tokens = math.ceil(round(ratio * length, 9))
-    tokens = min(length, max(tokens, least)) if ratio > 0 else 0
+    tokens = min(length, max(share_of(ratio, length), least)) if ratio > 0 else 0
     return ((0, tokens),) if tokens else ()
 
 
@@ -56,13 +43,16 @@ class Prefix:
     least: int = _LEAST
 
     def __post_init__(self) -> None:
-        _check(self.ratio, "prefix")
+        check_share(self.ratio, "prefix")
         if self.least < 0:
             raise ConfigError(f"policy prefix: at least {self.least} tokens; give 0 or more")
 
     @property
     def name(self) -> str:
-        return f"prefix:{_written(self.ratio)}" + (f",{self.least}" if self.least != _LEAST else "")
+        return f"prefix:{written(self.ratio)}" + (f",{self.least}" if self.least != _LEAST else "")
+
+    def look(self, layers: int) -> Look | None:
+        return None
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         return _front(span.length, self.ratio, self.least)
@@ -84,11 +74,14 @@ class Layered:
 
     def __post_init__(self) -> None:
         for ratio in self.ratios:
-            _check(ratio, "layered")
+            check_share(ratio, "layered")
 
     @property
     def name(self) -> str:
-        return "layered:" + ",".join(map(_written, self.ratios))
+        return "layered:" + ",".join(map(written, self.ratios))
+
+    def look(self, layers: int) -> Look | None:
+        return None
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         if len(self.ratios) != evidence.layers:

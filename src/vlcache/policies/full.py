@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlcache.policies.base import Evidence
+from vlcache.policies.base import Evidence, Look
 from vlcache.ranges import Ranges
 from vlcache.types import Span
 
@@ -18,6 +18,9 @@ class Full:
     @property
     def name(self) -> str:
         return "full"
+
+    def look(self, layers: int) -> Look | None:
+        return None
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         return ((0, span.length),)

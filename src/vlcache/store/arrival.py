@@ -144,6 +144,7 @@ class Arrival:
             values=values,
             checkpoints={layer: fetch(parts[f"checkpoint.{layer:03d}"], read) for layer in head.checkpoints},
             capture="neutral" if head.capture == "neutral" else "observed",
+            context=head.context,
             created_s=head.created_s,
             cost_s=head.cost_s,
             arriving=self._progress.wait if head.has_kv else None,

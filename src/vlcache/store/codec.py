@@ -16,7 +16,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 import torch
@@ -27,7 +27,7 @@ from vlcache.keys import digest, tensor_bytes
 from vlcache.rope import Rope
 from vlcache.store.eightbit import EIGHT_BIT, shrink
 from vlcache.store.faults import DamagedError, ForeignError
-from vlcache.types import LAYOUT, Entry, EntryKey, Geometry, Header, Stored
+from vlcache.types import LAYOUT, Context, Entry, EntryKey, Geometry, Header, Stored
 
 __all__ = [
     "FORMAT",
@@ -97,7 +97,7 @@ class Head:
     ----------
     header : Header
     stored : {"raw", "int8", "fp8"}
-    capture, created_s, cost_s
+    capture, created_s, cost_s, context
         As in `Entry`.
     parts : mapping of str to Part
     size : int
@@ -109,6 +109,7 @@ class Head:
     capture: str
     created_s: float
     cost_s: float
+    context: Context | None
     parts: Mapping[str, Part]
     size: int
 
@@ -292,6 +293,7 @@ def _read(table: dict[str, Any], metadata: dict[str, str], base: int) -> Head:
         capture=metadata["capture"],
         created_s=float(metadata["created_s"]),
         cost_s=float(metadata["cost_s"]),
+        context=_context(metadata),
         parts=parts,
         size=at,
     )
@@ -321,6 +323,12 @@ def _check_parts(head: Head) -> None:
         raise ValueError("the tensors are not those that the header implies")
 
 
+def _context(metadata: dict[str, str]) -> Context | None:
+    """Of an entry that says where it was captured; older ones do not."""
+    turn, pictures = metadata.get("context_turn"), metadata.get("context_pictures")
+    return None if turn is None or pictures is None else Context(turn, pictures)
+
+
 def _three(values: list[int]) -> tuple[int, int, int]:
     t, h, w = map(int, values)
     return t, h, w
@@ -336,6 +344,7 @@ def _metadata(entry: Entry, stored: Stored, sums: Mapping[str, str]) -> dict[str
         "sections": g.rope.sections,
         "scaling": g.rope.scaling,
     }
+    context = {} if entry.context is None else asdict(entry.context)
     return {
         "format": FORMAT,
         "format_version": str(VERSION),
@@ -359,6 +368,7 @@ def _metadata(entry: Entry, stored: Stored, sums: Mapping[str, str]) -> dict[str
         "tenant": header.tenant,
         "created_s": repr(entry.created_s),
         "cost_s": repr(entry.cost_s),
+        **{f"context_{name}": value for name, value in context.items()},
     } | {f"checksum.{name}": value for name, value in sums.items()}
 
 

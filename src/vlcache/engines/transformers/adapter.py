@@ -7,7 +7,7 @@ model's; only the order is ours. The three families differ in the norms on Q and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vlcache.engines.transformers.attention import attend
 from vlcache.plan import LayerStep
-from vlcache.prefill import take
+from vlcache.prefill import Queries, take
 from vlcache.ranges import Ranges, count, intersect, pieces, places, shift
 from vlcache.types import Geometry, Span
 
@@ -70,6 +70,10 @@ class PromptPass:
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def scale(self) -> float:
+        return float(self._decoder.layers[0].self_attn.scaling)
 
     def fill(self, keys: Sequence[Tensor], values: Sequence[Tensor], stop: int) -> None:
         """Copy the first `stop` tokens of an earlier prompt's K/V, `[1, H, >= stop, D]` per layer."""
@@ -129,13 +133,17 @@ class PromptPass:
 
     def _attend(self, step: LayerStep, attention: Any, queries: Tensor) -> Tensor:
         """Projected queries `[rows, heads * D]` to what they see, `[rows, heads * D]`."""
-        queries = self._heads(queries)
+        keys, values = self.keys[step.layer][0], self.values[step.layer][0]
+        turned = self._queries(attention, queries, step.keep)
+        mixed = attend(turned, keys, values, step.keep, attention.scaling)
+        return mixed.transpose(0, 1).flatten(1)
+
+    def _queries(self, attention: Any, projected: Tensor, rows: Ranges) -> Tensor:
+        """Projected queries of some rows `[rows, heads * D]`, normed and turned: `[heads, rows, D]`."""
+        queries = self._heads(projected)
         if hasattr(attention, "q_norm"):
             queries = attention.q_norm(queries)
-        queries = self._rotated(queries, step.keep).transpose(0, 1)
-        keys, values = self.keys[step.layer][0], self.values[step.layer][0]
-        mixed = attend(queries, keys, values, step.keep, attention.scaling)
-        return mixed.transpose(0, 1).flatten(1)
+        return self._rotated(queries, rows).transpose(0, 1)
 
     def _heads(self, projected: Tensor) -> Tensor:
         """`[rows, heads * D]` to `[rows, heads, D]`."""
@@ -150,7 +158,12 @@ class PromptPass:
         return x * cos + turned * sin
 
 
-def run_layer(passes: Sequence[PromptPass], steps: Sequence[LayerStep], hidden: Sequence[Tensor]) -> list[Tensor]:
+def run_layer(
+    passes: Sequence[PromptPass],
+    steps: Sequence[LayerStep],
+    hidden: Sequence[Tensor],
+    look: Callable[[Queries], Sequence[LayerStep]],
+) -> list[Tensor]:
     """`vlcache.prefill.RunLayer` of passes on one model: their rows share each linear layer."""
     module = passes[0]._decoder.layers[steps[0].layer]
     attention = module.self_attn
@@ -162,6 +175,13 @@ def run_layer(passes: Sequence[PromptPass], steps: Sequence[LayerStep], hidden: 
         one._write_fresh(step, attention, k, v)
     for one in passes:
         one._copy_from_leader(steps[0].layer)
+    came = steps
+
+    def queries_of(number: int, rows: Ranges) -> Tensor:
+        its = take(torch.split(normed, sizes)[number], places(rows, came[number].rows))
+        return passes[number]._queries(attention, attention.q_proj(its[None])[0], rows)
+
+    steps = look(queries_of)
     if any(step.keep != step.rows for step in steps):
         stay = [places(step.keep, step.rows) for step in steps]
         joined, normed = (

@@ -348,6 +348,7 @@ class VLCache:
                     prompts,
                     encoded,
                     plans,
+                    policies,
                     found.entries,
                     prefix,
                     self.config.checkpoint_layers,
@@ -370,7 +371,7 @@ class VLCache:
                 Scored(rows, report_prompt(policy.name, plan, first.spans, found.entries, clock.seconds, token_bytes))
                 for policy, plan, rows in zip(policies, its, logits, strict=True)
             ]
-            for its, logits in zip(plans, ran.logits, strict=True)
+            for its, logits in zip(ran.plans, ran.logits, strict=True)
         ]
         for one in (one for some in scored for one in some):
             self.counters.add(one.report.spans)

@@ -23,6 +23,7 @@ from vlcache.engines.transformers.adapter import PromptPass, run_layer
 from vlcache.engines.transformers.prompt import Prompt
 from vlcache.exact import ExactPrefix, common_tokens
 from vlcache.plan import Plan
+from vlcache.policies import Policy
 from vlcache.prefill import Job, place, selective_prefill
 from vlcache.report import Report
 from vlcache.types import Entry, Geometry
@@ -58,13 +59,16 @@ class Ran:
     watch : Checkpoints
         Of its pass.
     logits : list of list of Tensor, `[count(plan.want), vocabulary]`
-        By prompt and plan, in the order given.
+        By prompt and policy, in the order given.
+    plans : list of list of Plan
+        As they were carried out, each as if it had run alone.
     """
 
     plan: Plan
     work: PromptPass
     watch: Checkpoints
     logits: list[list[Tensor]]
+    plans: list[list[Plan]]
 
 
 def run_plans(
@@ -73,6 +77,7 @@ def run_plans(
     prompts: Sequence[Prompt],
     encoded: Sequence[Tensor | None],
     plans: Sequence[Sequence[Plan]],
+    policies: Sequence[Policy],
     entries: Mapping[str, Entry],
     prefix: ExactPrefix | None,
     checkpoint_layers: Sequence[int] = (),
@@ -86,7 +91,8 @@ def run_plans(
     encoded : sequence of Tensor or None
         Encoder outputs of their pictures, see `PromptPass`.
     plans : sequence of sequence of Plan
-        By prompt, for the same policies. All have the same `begin`; the K/V of what stands before it are in `prefix`.
+        By prompt and policy. All have the same `begin`; the K/V of what stands before it are in `prefix`.
+    policies : sequence of Policy
     entries : mapping of str to Entry
         Of the pictures that plans reuse, by digest.
     checkpoint_layers : sequence of int
@@ -95,35 +101,67 @@ def run_plans(
     jobs: list[Job] = []
     passes: list[PromptPass] = []
     device = model.get_input_embeddings().weight.device
-    leader, *others = sorted(dict.fromkeys(plans[0]), key=lambda plan: -plan.computed_until())
-    watch = Checkpoints(leader, checkpoint_layers)
+    asked = [[_Asked.of(*one) for one in zip(its, policies, strict=True)] for its in plans]
+    leader, *others = sorted(dict.fromkeys(asked[0]), key=lambda one: -one.plan.computed_until())
+    watch = Checkpoints(leader.plan, checkpoint_layers)
 
-    def add(prompt: Prompt, plan: Plan, source: int | None) -> int:
+    def add(prompt: Prompt, one: _Asked, source: int | None = None, begin: int = 0) -> int:
         work = PromptPass(model, geometry, prompt.ids, prompt.positions, prompt.spans, encoded)
+        plan = one.plan if source is None else one.plan.behind(begin)
         if source is not None:
-            work.follow(passes[source], plan.begin)
+            work.follow(passes[source], begin)
         elif prefix is not None:
             work.fill(prefix.keys, prefix.values, plan.begin)
         positions = prompt.positions.to(device)
         spans = [s.span for s in plan.spans]
         placed = [place(entries[s.content], s, positions[:, s.start : s.stop], geometry.rope) for s in spans]
-        jobs.append(Job(work, plan, placed, watch if source is None else None))
+        jobs.append(Job(work, plan, placed, one.policy, watch if source is None else None))
         passes.append(work)
         return len(jobs) - 1
 
-    first = {leader: add(prompts[0], leader, None)}
-    for plan in others:
-        begin = min(plan.computed_until(), plan.want[0][0])
-        first[plan] = add(prompts[0], plan.behind(begin), first[leader])
+    first = {leader: add(prompts[0], leader)}
+    for one in others:
+        first[one] = add(prompts[0], one, first[leader], one.common(one.plan.end))
     where = [first]
-    for prompt, its in zip(prompts[1:], plans[1:], strict=True):
+    for prompt, its in zip(prompts[1:], asked[1:], strict=True):
         same, mine = common_tokens(prompts[0].ids, prompt.ids), {}
-        for plan, like in zip(its, plans[0], strict=True):
-            if plan not in mine:
-                mine[plan] = add(prompt, plan.behind(min(same, plan.want[0][0])), first[like])
+        for one, like in zip(its, asked[0], strict=True):
+            if one not in mine and one.looks_behind:
+                mine[one] = add(prompt, one, first[leader], one.common(same))
+            elif one not in mine:
+                mine[one] = add(prompt, one, first[like], min(same, one.plan.want[0][0]))
         where.append(mine)
-    hidden = selective_prefill(jobs, lambda steps, rows: run_layer(passes, steps, rows))
-    joined: Tensor = model.lm_head(model.model.language_model.norm(torch.cat(hidden)[None]))[0]
-    by_job = torch.split(joined, [len(rows) for rows in hidden])
-    logits = [[by_job[mine[plan]] for plan in its] for its, mine in zip(plans, where, strict=True)]
-    return Ran(leader, passes[0], watch, logits)
+    ran = selective_prefill(jobs, lambda steps, rows, look: run_layer(passes, steps, rows, look))
+    hidden = torch.cat([rows for _, rows in ran])
+    joined: Tensor = model.lm_head(model.model.language_model.norm(hidden[None]))[0]
+    by_job = torch.split(joined, [len(rows) for _, rows in ran])
+    logits = [[by_job[mine[one]] for one in its] for its, mine in zip(asked, where, strict=True)]
+    settled = []
+    for its, mine in zip(asked, where, strict=True):
+        # A tail that follows a pass over the same pictures settles nothing itself
+        done = [(ran[mine[one]][0], ran[first[like]][0]) for one, like in zip(its, asked[0], strict=True)]
+        settled.append(
+            [o.plan.settled_as(own if own.spans else like) for o, (own, like) in zip(its, done, strict=True)]
+        )
+    return Ran(settled[0][asked[0].index(leader)], passes[0], watch, logits, settled)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A plan, and the policy that settles it where it looks: what is computed once if it is asked for twice."""
+
+    plan: Plan
+    policy: Policy | None
+
+    @classmethod
+    def of(cls, plan: Plan, policy: Policy) -> _Asked:
+        return cls(plan, None if plan.look is None else policy)
+
+    @property
+    def looks_behind(self) -> bool:
+        """Whether it depends on the text behind the pictures what is computed of them."""
+        return self.plan.look is not None and self.plan.look.what == "attention"
+
+    def common(self, stop: int) -> int:
+        """Up to where a pass may follow another one of a prompt that is the same up to `stop`."""
+        return min(self.plan.computed_until(), self.plan.want[0][0], stop)
