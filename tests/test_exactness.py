@@ -12,7 +12,7 @@ from conftest import Lab, make_picture
 from reference import Reused, picture_runs, record, replay
 from torch import Tensor
 
-from vlcache.policies import Evidence, Layered, Look
+from vlcache.policies import Evidence, Layered, Rule
 from vlcache.ranges import Ranges
 from vlcache.types import Span
 
@@ -26,14 +26,11 @@ SYSTEMS = [
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Rule):
     """A policy that computes what the test says: per layer a share of the front, or a list of tokens."""
 
     per_layer: tuple[Ranges, ...]
     name: str = "rows"
-
-    def look(self, layers: int) -> Look | None:
-        return None
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         return tuple((a, min(b, span.length)) for a, b in self.per_layer[layer] if a < span.length)

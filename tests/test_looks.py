@@ -15,7 +15,7 @@ from torch import Tensor
 from vlcache.measure import attention_paid, moved_attention, moved_values
 from vlcache.plan import make_plan, settle
 from vlcache.policies import Band, CacheBlend, KVShare, Policy, parse_policy
-from vlcache.policies.base import Evidence, Look
+from vlcache.policies.base import Evidence, Look, Rule
 from vlcache.policies.share import highest
 from vlcache.ranges import Ranges
 from vlcache.types import Span
@@ -146,7 +146,7 @@ def test_policies_side_by_side_give_what_each_gives_alone(one_lab: Lab, close: A
 def test_attention_paid_is_a_causal_softmax() -> None:
     torch.manual_seed(0)
     queries, keys = torch.randn(4, 3, 8), torch.randn(10, 2, 8)
-    paid = attention_paid(queries, keys, ((2, 4), (9, 10)), 0.3)
+    paid = attention_paid(queries * 0.3, keys, ((2, 4), (9, 10)))
     for row, index in enumerate((2, 3, 9)):
         for head in range(4):
             scores = keys[: index + 1, head // 2] @ queries[head, row] * 0.3
@@ -156,15 +156,15 @@ def test_attention_paid_is_a_causal_softmax() -> None:
 
 def test_attention_moves_where_keys_do() -> None:
     torch.manual_seed(0)
-    queries, keys = torch.randn(4, 200, 8), torch.randn(210, 2, 8)
+    queries, keys = 0.3 * torch.randn(4, 200, 8), torch.randn(210, 2, 8)
     cached = keys[2:8].clone()
-    assert not moved_attention(queries, keys, cached, ((10, 210),), 2, 0.3).any()
+    assert not moved_attention(queries, keys, cached, ((10, 210),), 2).any()
     cached[3] += 1
-    moved = moved_attention(queries, keys, cached, ((10, 210),), 2, 0.3)
+    moved = moved_attention(queries, keys, cached, ((10, 210),), 2)
     assert moved.argmax() == 3
-    whole = attention_paid(queries, keys, ((10, 210),), 0.3)
+    whole = attention_paid(queries, keys, ((10, 210),))
     keys[5] += 1
-    expected = (attention_paid(queries, keys, ((10, 210),), 0.3) - whole)[:, :, 2:8].abs().sum((0, 1))
+    expected = (attention_paid(queries, keys, ((10, 210),)) - whole)[:, :, 2:8].abs().sum((0, 1))
     assert torch.allclose(moved, expected, rtol=1e-4)
 
 
@@ -184,7 +184,7 @@ def test_the_highest_scores_are_taken_and_the_earlier_of_two_alike() -> None:
 @pytest.mark.parametrize("policy", [CacheBlend(0.3), KVShare(0.3), Band(1, 2, 0.3)])
 def test_a_plan_knows_its_size_before_the_look(policy: Policy) -> None:
     span = Span("a", 3, 10, (1, 2, 20))
-    plan = make_plan(policy, [span], {"a": (1,)}, 0, 20, LAYERS)
+    plan = make_plan(policy, [span], [Evidence(LAYERS, (1,))], 0, 20, LAYERS)
     settled = settle(plan, policy, [tuple(float(i) for i in range(10))])
     assert plan.rows_per_layer() == settled.rows_per_layer()
     assert plan.rows(3) != settled.rows(3)
@@ -193,7 +193,7 @@ def test_a_plan_knows_its_size_before_the_look(policy: Policy) -> None:
     assert settle(plan, policy, [(0.0,) * 10]).spans[0].rows == plan.spans[0].rows
 
 
-class Growing:
+class Growing(Rule):
     """Asks for more behind the look than is there."""
 
     name = "growing"
@@ -208,7 +208,7 @@ class Growing:
 @pytest.mark.parametrize(("checkpoints", "expected"), [((), ((1, 2),)), ((2,), ((1, 6),))])
 def test_rows_that_are_gone_do_not_come_back(checkpoints: tuple[int, ...], expected: Ranges) -> None:
     policy = Growing()
-    plan = make_plan(policy, [Span("a", 3, 10, (1, 2, 20))], {"a": checkpoints}, 0, 20, LAYERS)
+    plan = make_plan(policy, [Span("a", 3, 10, (1, 2, 20))], [Evidence(LAYERS, checkpoints)], 0, 20, LAYERS)
     settled = settle(plan, policy, [(0.0,) * 10])
     assert settled.spans[0].rows == (((0, 2),), ((0, 2),), expected, expected)
 
@@ -217,7 +217,7 @@ def test_a_look_beyond_the_model_is_refused(one_lab: Lab) -> None:
     from vlcache.errors import ConfigError
 
     with pytest.raises(ConfigError, match="looks at layer 3"):
-        make_plan(_Late(), [Span("a", 3, 10, (1, 2, 20))], {}, 0, 20, LAYERS)
+        make_plan(_Late(), [Span("a", 3, 10, (1, 2, 20))], [Evidence(LAYERS)], 0, 20, LAYERS)
     with pytest.raises(ConfigError, match=r"band: layers 3 to 2"):
         parse_policy("band:3,2,0.5")
 

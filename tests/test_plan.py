@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlcache.plan import LayerStep, Plan, SpanPlan, plan_span
-from vlcache.policies import Evidence, Look, parse_policy
+from vlcache.policies import Evidence, Rule, parse_policy
 from vlcache.ranges import Ranges, normal
 from vlcache.types import Span
 
@@ -25,14 +25,11 @@ LAYERS = 5
 
 
 @dataclass(frozen=True)
-class Asked:
+class Asked(Rule):
     """A policy that asks for what the test says."""
 
     per_layer: tuple[Ranges, ...]
     name: str = "asked"
-
-    def look(self, layers: int) -> Look | None:
-        return None
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         return self.per_layer[layer]
@@ -68,7 +65,7 @@ def plans(draw: st.DrawFn) -> Plan:
         at = spans[-1].stop
     end = at + draw(st.integers(1, 4))
     want = as_ranges(draw(st.sets(st.integers(begin, end - 1), min_size=1)))
-    treated = (plan_span(draw(asked_rows(s.length)), s, LAYERS, draw(checkpoint_layers), want) for s in spans)
+    treated = (plan_span(draw(asked_rows(s.length)), s, Evidence(LAYERS, draw(checkpoint_layers)), want) for s in spans)
     return Plan(begin, end, LAYERS, want, tuple(treated))
 
 
@@ -77,7 +74,7 @@ def test_widened_rows_hold_the_asked_ones_and_lead_from_an_entrance(
     data: st.DataObject, length: int, checkpoints: tuple[int, ...]
 ) -> None:
     policy = data.draw(asked_rows(length))
-    made = plan_span(policy, make_span(7, length), LAYERS, checkpoints)
+    made = plan_span(policy, make_span(7, length), Evidence(LAYERS, checkpoints))
     rows = [as_set(r) for r in made.rows]
     assert len(rows) == LAYERS
     for layer in range(LAYERS):
@@ -91,7 +88,7 @@ def test_widening_adds_only_rows_that_a_deeper_layer_needs(
     data: st.DataObject, length: int, checkpoints: tuple[int, ...]
 ) -> None:
     policy = data.draw(asked_rows(length))
-    made = plan_span(policy, make_span(0, length), LAYERS, checkpoints)
+    made = plan_span(policy, make_span(0, length), Evidence(LAYERS, checkpoints))
     for layer in range(LAYERS):
         needed = as_set(policy.per_layer[layer])
         for deeper in range(layer + 1, LAYERS):
@@ -104,7 +101,7 @@ def test_widening_adds_only_rows_that_a_deeper_layer_needs(
 @given(st.data(), st.integers(1, 8))
 def test_rows_outside_the_span_are_dropped(data: st.DataObject, length: int) -> None:
     wild = data.draw(asked_rows(length + 5))
-    made = plan_span(wild, make_span(3, length), LAYERS)
+    made = plan_span(wild, make_span(3, length), Evidence(LAYERS))
     assert all(as_set(r) <= set(range(length)) for r in made.rows)
 
 
@@ -114,35 +111,32 @@ def test_wanted_tokens_of_a_span_are_computed_in_every_layer(
 ) -> None:
     policy, span = data.draw(asked_rows(length)), make_span(3, length)
     want = data.draw(st.sets(st.integers(0, 14)))
-    made = plan_span(policy, span, LAYERS, checkpoints, as_ranges(want))
+    made = plan_span(policy, span, Evidence(LAYERS, checkpoints), as_ranges(want))
     inside = {i - span.start for i in want} & set(range(length))
-    without = plan_span(policy, span, LAYERS, checkpoints)
+    without = plan_span(policy, span, Evidence(LAYERS, checkpoints))
     assert [as_set(r) for r in made.rows] == [as_set(r) | inside for r in without.rows]
 
 
 def test_widening_by_hand_without_and_with_a_checkpoint() -> None:
     policy = Asked((((0, 2),), (), ((4, 6),), ((4, 5),), ()))
     span = make_span(0, 8)
-    assert plan_span(policy, span, LAYERS).rows == (((0, 2), (4, 6)), ((4, 6),), ((4, 6),), ((4, 5),), ())
-    assert plan_span(policy, span, LAYERS, (2,)).rows == (((0, 2),), (), ((4, 6),), ((4, 5),), ())
+    assert plan_span(policy, span, Evidence(LAYERS)).rows == (((0, 2), (4, 6)), ((4, 6),), ((4, 6),), ((4, 5),), ())
+    assert plan_span(policy, span, Evidence(LAYERS, (2,))).rows == (((0, 2),), (), ((4, 6),), ((4, 5),), ())
 
 
 def test_the_policy_is_told_layers_and_checkpoints() -> None:
     seen = []
 
     @dataclass(frozen=True)
-    class Spy:
+    class Spy(Rule):
         name: str = "spy"
-
-        def look(self, layers: int) -> Look | None:
-            return None
 
         def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
             seen.append((span, layer, evidence.layers, evidence.checkpoints))
             return ()
 
     span = make_span(2, 4)
-    plan_span(Spy(), span, 3, (1, 2))
+    plan_span(Spy(), span, Evidence(3, (1, 2)))
     assert seen == [(span, layer, 3, (1, 2)) for layer in range(3)]
 
 
@@ -191,7 +185,7 @@ def test_rows_enter_past_layer_zero_only_inside_a_span(plan: Plan) -> None:
 @given(st.data())
 def test_rows_enter_only_where_a_checkpoint_is(data: st.DataObject) -> None:
     checkpoints = data.draw(checkpoint_layers)
-    treated = plan_span(data.draw(asked_rows(8)), make_span(2, 8), LAYERS, checkpoints)
+    treated = plan_span(data.draw(asked_rows(8)), make_span(2, 8), Evidence(LAYERS, checkpoints))
     for step in Plan(0, 12, LAYERS, ((11, 12),), (treated,)).steps():
         assert not step.enter or step.layer == 0 or step.layer in checkpoints
 
@@ -235,7 +229,7 @@ def test_exact_up_to_the_first_span_with_a_cached_token(plan: Plan) -> None:
     [("full", True), ("prefix:1", True), ("layered:1,1", True), ("layered:1,0.9", False), ("none", False)],
 )
 def test_a_span_is_exact_only_if_every_token_is_computed_in_every_layer(policy: str, exact: bool) -> None:
-    treated = plan_span(parse_policy(policy), make_span(4, 10), 2)
+    treated = plan_span(parse_policy(policy), make_span(4, 10), Evidence(2))
     assert treated.exact is exact
     assert Plan(0, 20, 2, ((19, 20),), (treated,)).exact_until() == (20 if exact else 4)
 

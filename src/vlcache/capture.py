@@ -11,7 +11,7 @@ from torch import Tensor
 from vlcache.plan import LayerStep, Plan
 from vlcache.prefill import Adapter, take
 from vlcache.ranges import intersect, places
-from vlcache.types import Entry, Header, Span
+from vlcache.types import Context, Entry, Header, Span
 
 __all__ = ["Checkpoints", "capture", "token_seconds"]
 
@@ -52,6 +52,7 @@ def capture(
     positions: Tensor,
     known: Mapping[str, Entry],
     checkpoints: Checkpoints,
+    where: Sequence[Context],
     token_s: tuple[float, float] = (0.0, 0.0),
 ) -> Iterator[Entry]:
     """Entries for what a prompt has shown for the first time, copied to the CPU.
@@ -60,8 +61,9 @@ def capture(
 
     Parameters
     ----------
-    spans, headers, encoded
-        Every picture of the prompt, what an entry for it says, and its encoder output `[N, hidden * (1 + deepstack)]`.
+    spans, headers, encoded, where
+        Every picture of the prompt, what an entry for it says, its encoder output `[N, hidden * (1 + deepstack)]`, and
+        what stands before it.
     positions : Tensor, int64, `[A, T]`
     known : mapping of str to Entry
         What the lookup found; a full entry is not made again.
@@ -70,8 +72,8 @@ def capture(
     """
     done = set()
     # Of a picture that stands in the prompt twice, the exact one first
-    pictures = sorted(zip(spans, headers, encoded, strict=True), key=lambda p: not _is_exact(p[0], plan))
-    for span, header, output in pictures:
+    pictures = sorted(zip(spans, headers, encoded, where, strict=True), key=lambda p: not _is_exact(p[0], plan))
+    for span, header, output, context in pictures:
         is_exact = _is_exact(span, plan)
         old = known.get(span.content)
         if output is None or span.content in done or (old is not None and (old.has_kv or not is_exact)):
@@ -88,6 +90,7 @@ def capture(
             keys=keys,
             values=values,
             checkpoints=checkpoints.of(span) if is_exact else {},
+            context=context if is_exact else None,
             created_s=time.time(),
             cost_s=(token_s[0] + is_exact * token_s[1]) * span.length,
         )

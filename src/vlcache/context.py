@@ -1,30 +1,31 @@
 """What stands before a picture, as far as it decides whether what was read into the picture still holds.
 
-    <system> ... <end> <user> Which tile is red? [picture] ... <end> <assistant> ... <end> <user> The key: [picture] And now? [picture]
-                              ----------------                                             ---------------------------
-                              turn of the first picture                                    turn of the last picture
+    <system> ... <end> <user> Which is red? [picture] ... <end> <user> The key: [picture] [picture]
+                              -------------                            ------------------
+                              turn of the first picture                turn of the last one
 
-Text of the picture's own turn, and pictures in it, say what to see in the picture; a picture keeps what it was read for.
-Pictures of earlier turns may. Text of other turns (a system prompt, earlier talk) hardly does. A rule asks first which of
-these differ between the prompt in which a picture was captured and the one in which it is reused.
+Text of the picture's own turn, and pictures in it, say what to see in the picture, and a picture keeps what it was
+read for. Pictures of earlier turns may say so too. Text of other turns (a system prompt, earlier talk) hardly does. A
+rule asks first which of these differ between the prompt in which a picture was captured and the one in which it is
+reused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from torch import Tensor
 
 from vlcache.keys import digest
+from vlcache.ranges import Ranges, indices, subtract
 from vlcache.types import Context, Span
 
 __all__ = ["Changed", "compare", "contexts"]
 
-Changed = Literal["text", "pictures", "turn"]
-"""What differs before a picture, the gravest of it: at most text of other turns, pictures of earlier turns, or what stands
-before it in its own turn."""
+Changed = Literal["text", "pictures", "turn", "neighbours"]
+"""What differs before a picture, the gravest of it: at most text of other turns; pictures of earlier turns; text of its
+own turn; pictures of its own turn."""
 
 
 def contexts(ids: Tensor, spans: Sequence[Span], ends: Collection[int], scope: str) -> tuple[Context, ...]:
@@ -43,23 +44,24 @@ def contexts(ids: Tensor, spans: Sequence[Span], ends: Collection[int], scope: s
     tokens: list[int] = ids.tolist()
     found = []
     for number, span in enumerate(spans):
-        turn = max((i for i in range(span.start) if tokens[i] in ends), default=-1) + 1
-        before = [s for s in spans[:number] if s.start >= turn]
-        pictures = [s.content for s in spans[: number - len(before)]]
-        found.append(Context(digest("turn", scope, *_fields(tokens, before, turn, span.start)), digest(scope, *pictures)))
+        start = max((i for i in range(span.start) if tokens[i] in ends), default=-1) + 1
+        earlier = [s for s in spans[:number] if s.start < start]
+        neighbours = spans[len(earlier) : number]
+        vision: Ranges = tuple((s.start, s.stop) for s in neighbours)
+        text = [str(tokens[i]) for i in indices(subtract(((start, span.start),), vision))]
+        context = Context(
+            turn=digest("turn", scope, *text),
+            neighbours=digest("neighbours", scope, *(s.content for s in neighbours)),
+            pictures=digest("pictures", scope, *(s.content for s in earlier)),
+        )
+        found.append(context)
     return tuple(found)
-
-
-def _fields(tokens: list[int], spans: Sequence[Span], start: int, stop: int) -> Iterator[str]:
-    """Tokens `start` to `stop`, each picture as its digest."""
-    for span in spans:
-        yield from (" ".join(map(str, tokens[start : span.start])), span.content)
-        start = span.stop
-    yield " ".join(map(str, tokens[start:stop]))
 
 
 def compare(captured: Context | None, here: Context) -> Changed:
     """What differs between two contexts of a picture; what is not known counts as the gravest."""
-    if captured is None or captured.turn != here.turn:
+    if captured is None or captured.neighbours != here.neighbours:
+        return "neighbours"
+    if captured.turn != here.turn:
         return "turn"
     return "text" if captured.pictures == here.pictures else "pictures"

@@ -8,13 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vlcache.ranges import Ranges, indices, normal
+from vlcache.ranges import Ranges, indices, intersect, normal, places
 
-__all__ = ["attention_paid", "moved_attention", "moved_values"]
+__all__ = ["Gaze", "attention_paid", "divergence", "moved_attention", "moved_values"]
 
 
 # Attention weights of so many rows are held at a time
 _ROWS = 64
+
+
+def divergence(logits: Tensor, before: Tensor) -> float:
+    """How far a distribution over the vocabulary moved: KL of the new from the old one, nats; `[vocabulary]` both."""
+    new, old = logits.float().log_softmax(-1), before.float().log_softmax(-1)
+    return max(0.0, float((new.exp() * (new - old)).sum()))
 
 
 def moved_values(fresh: Tensor, cached: Tensor) -> Tensor:
@@ -22,17 +28,17 @@ def moved_values(fresh: Tensor, cached: Tensor) -> Tensor:
     return (fresh.float() - cached.float()).square().sum((1, 2))
 
 
-def attention_paid(queries: Tensor, keys: Tensor, rows: Ranges, scale: float) -> Tensor:
+def attention_paid(queries: Tensor, keys: Tensor, rows: Ranges) -> Tensor:
     """The attention weights of some rows.
 
     Parameters
     ----------
     queries : Tensor, `[heads, count(rows), D]`
+        Times the attention's scale.
     keys : Tensor, `[T, H, D]`
         Of the whole prompt, or of its first tokens if no row is behind them.
     rows : Ranges
         Prompt indices of the queries. Row i sees keys 0 to i.
-    scale : float
 
     Returns
     -------
@@ -40,18 +46,19 @@ def attention_paid(queries: Tensor, keys: Tensor, rows: Ranges, scale: float) ->
     """
     heads, n, dim = queries.shape
     folded = queries.float().reshape(keys.shape[1], -1, dim)
-    scores = torch.bmm(folded, keys.float().permute(1, 2, 0)).mul_(scale).view(heads, n, len(keys))
+    scores = torch.bmm(folded, keys.float().permute(1, 2, 0)).view(heads, n, len(keys))
     where = torch.tensor(indices(rows), device=keys.device)
     hidden = torch.arange(len(keys), device=keys.device) > where[:, None]
     return scores.masked_fill_(hidden, float("-inf")).softmax(-1)
 
 
-def moved_attention(queries: Tensor, keys: Tensor, cached: Tensor, rows: Ranges, start: int, scale: float) -> Tensor:
+def moved_attention(queries: Tensor, keys: Tensor, cached: Tensor, rows: Ranges, start: int) -> Tensor:
     """How far the attention that rows pay to a span's tokens moves when its cached keys are taken: `[N]`.
 
     Parameters
     ----------
     queries : Tensor, `[heads, count(rows), D]`
+        Times the attention's scale.
     keys : Tensor, `[T, H, D]`
         Of the whole prompt, the span's fresh.
     cached : Tensor, `[N, H, D]`
@@ -70,6 +77,35 @@ def moved_attention(queries: Tensor, keys: Tensor, cached: Tensor, rows: Ranges,
     for at in range(0, len(where), _ROWS):
         some = normal((row, row + 1) for row in where[at : at + _ROWS])
         part = queries[:, at : at + _ROWS]
-        now, then = (attention_paid(part, k, some, scale)[:, :, start:stop] for k in (keys, old))
+        now, then = (attention_paid(part, k, some)[:, :, start:stop] for k in (keys, old))
         moved += (now - then).abs().sum((0, 1))
     return moved
+
+
+class Gaze:
+    """Attention that one row pays to a prompt's tokens, summed over the layers from one on, in the mean over heads.
+
+    An adapter calls `see` in each layer with the queries that it has anyway.
+    """
+
+    def __init__(self, row: int, first_layer: int) -> None:
+        self._row = ((row, row + 1),)
+        self._first = first_layer
+        self.paid: Tensor | None = None
+
+    def see(self, layer: int, queries: Tensor, keys: Tensor, rows: Ranges) -> None:
+        """Take one layer in.
+
+        Parameters
+        ----------
+        queries : Tensor, `[heads, count(rows), D]`
+            Times the attention's scale.
+        keys : Tensor, `[T, H, D]`
+        rows : Ranges
+        """
+        if layer < self._first or not intersect(self._row, rows):
+            return
+        ((at, stop),) = places(self._row, rows)
+        last = self._row[0][1]
+        paid = attention_paid(queries[:, at:stop], keys[:last], self._row).mean((0, 1))
+        self.paid = paid if self.paid is None else self.paid + paid

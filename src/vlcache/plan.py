@@ -14,7 +14,7 @@ computed settles the deeper layers then; those cannot be widened past the look, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vlcache.errors import ConfigError
@@ -93,6 +93,11 @@ class Plan:
         in every layer.
     look : Look, optional
         What has to be measured before the layers behind it are settled.
+    first : int
+        Layer at which all rows enter. Over 0 the prompt has been filled before, and the layers below stay as they are.
+    text : Ranges, optional
+        Rows outside of the pictures, every layer computes them. None: all there are. If given, cached K/V are in
+        place already, and so are those of all other text.
     """
 
     begin: int
@@ -101,34 +106,40 @@ class Plan:
     want: Ranges
     spans: tuple[SpanPlan, ...] = ()
     look: Look | None = None
+    first: int = 0
+    text: Ranges | None = None
 
     def rows(self, layer: int) -> Ranges:
         """Rows that `layer` computes."""
-        return self._with_spans(self.text(), layer)
+        return self._with_spans(self.text_rows(), layer)
 
-    def text(self) -> Ranges:
-        """Rows outside of the reused pictures; every layer computes them."""
+    def text_rows(self) -> Ranges:
+        """Rows outside of the reused pictures; every layer from `first` on computes them."""
+        if self.text is not None:
+            return self.text
         reused = union(*(((s.span.start, s.span.stop),) for s in self.spans))
         return subtract(((self.begin, self.end),), reused)
 
     def _with_spans(self, fresh: Ranges, layer: int) -> Ranges:
-        return union(fresh, *(shift(s.rows[layer], s.span.start) for s in self.spans))
+        return union(fresh, *(shift(s.rows[layer], s.span.start) for s in self.spans)) if layer >= self.first else ()
 
     def step(self, layer: int) -> LayerStep:
         """A layer's work."""
-        fresh = self.text()
+        fresh = self.text_rows()
         rows = self._with_spans(fresh, layer)
         live = intersect(self._with_spans(fresh, layer - 1), rows) if layer else ()
         after = self.want if layer == self.layers - 1 else self._with_spans(fresh, layer + 1)
         reuse = tuple(
-            subtract(((max(s.span.start, self.begin), s.span.stop),), shift(s.rows[layer], s.span.start))
+            ()
+            if self.text is not None
+            else subtract(((max(s.span.start, self.begin), s.span.stop),), shift(s.rows[layer], s.span.start))
             for s in self.spans
         )
         return LayerStep(layer, subtract(rows, live), rows, intersect(rows, after), reuse)
 
     def steps(self) -> Iterator[LayerStep]:
         """The layers' work, first to last."""
-        return map(self.step, range(self.layers))
+        return map(self.step, range(self.first, self.layers))
 
     def rows_per_layer(self) -> tuple[int, ...]:
         return tuple(count(self.rows(layer)) for layer in range(self.layers))
@@ -168,23 +179,20 @@ class Plan:
         return replace(self, begin=begin, spans=rest)
 
 
-def plan_span(
-    policy: Policy, span: Span, layers: int, checkpoints: tuple[int, ...] = (), want: Ranges = ()
-) -> SpanPlan:
+def plan_span(policy: Policy, span: Span, evidence: Evidence, want: Ranges = ()) -> SpanPlan:
     """Ask a policy for a known picture's rows and make them executable.
 
     Parameters
     ----------
-    checkpoints : tuple of int
-        Layers at which the picture's entry holds hidden states.
+    evidence : Evidence
+        The model's layers, and what is known of the picture's entry.
     want : Ranges
         Prompt indices whose output of the last layer is needed; those inside the span are computed whatever the
         policy says.
     """
-    evidence = Evidence(layers=layers, checkpoints=checkpoints)
     rows = _asked(policy, span, evidence, want)
-    for layer in range(layers - 1, 0, -1):
-        if layer not in checkpoints:
+    for layer in range(evidence.layers - 1, 0, -1):
+        if layer not in evidence.checkpoints:
             rows[layer - 1] = union(rows[layer - 1], rows[layer])
     return SpanPlan(span, tuple(rows), evidence)
 
@@ -218,7 +226,7 @@ def settle(plan: Plan, policy: Policy, scores: Sequence[tuple[float, ...]]) -> P
 def make_plan(
     policy: Policy,
     reused: Sequence[Span],
-    checkpoints: Mapping[str, tuple[int, ...]],
+    known: Sequence[Evidence],
     begin: int,
     end: int,
     layers: int,
@@ -230,11 +238,11 @@ def make_plan(
     ----------
     reused : sequence of Span
         The pictures whose cached K/V are used.
-    checkpoints : mapping of str to tuple of int
-        Layers at which their entries hold hidden states, by the picture's digest.
+    known : sequence of Evidence
+        What is known of each of them.
     """
     want = ((end - wanted, end),)
-    spans = tuple(plan_span(policy, span, layers, checkpoints.get(span.content, ()), want) for span in reused)
+    spans = tuple(plan_span(policy, span, evidence, want) for span, evidence in zip(reused, known, strict=True))
     look = policy.look(layers)
     if look is not None and not 0 <= look.layer < layers - 1:
         raise ConfigError(f"policy {policy.name}: looks at layer {look.layer}, the model has 0 to {layers - 1}")

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from vlcache.measure import moved_attention, moved_values
+from vlcache.measure import Gaze, moved_attention, moved_values
 from vlcache.plan import LayerStep, Plan, settle
 from vlcache.policies.base import Policy
 from vlcache.ranges import Ranges, count, intersect, places, shift, subtract, union
@@ -31,11 +31,6 @@ class Adapter(Protocol):
     @property
     def geometry(self) -> Geometry: ...
 
-    @property
-    def scale(self) -> float:
-        """Factor on attention scores."""
-        ...
-
     def embed(self, rows: Ranges) -> Tensor:
         """Input of layer 0: text embeddings, and encoder outputs at vision tokens."""
         ...
@@ -46,6 +41,10 @@ class Adapter(Protocol):
 
     def write_kv(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Put K and V, `[n, H, D]`, at the prompt's tokens from `start` on."""
+        ...
+
+    def follow_attention(self, gaze: Gaze | None) -> None:
+        """Have `gaze` see each layer's queries from now on; None: no longer."""
         ...
 
 
@@ -92,24 +91,6 @@ def put_reused(adapter: Adapter, step: LayerStep, placed: Sequence[Placed]) -> N
             adapter.write_kv(step.layer, start, *span.kv(step.layer, start, stop))
 
 
-def _admit(step: LayerStep, hidden: Tensor, placed: Sequence[Placed]) -> Tensor:
-    """Hidden states of `step.rows`: those that came from the layer before, and those that enter here."""
-    came = subtract(step.rows, step.enter)
-    parts: list[tuple[Ranges, Tensor]] = [(came, hidden)]
-    for span in placed:
-        rows = intersect(step.enter, ((span.span.start, span.span.stop),))
-        if rows:
-            parts.append((rows, span.hidden(step.layer, rows)))
-    assert union(*(rows for rows, _ in parts)) == step.rows, "rows enter that no checkpoint holds"
-    out = hidden.new_empty(count(step.rows), hidden.shape[-1])
-    for rows, part in parts:
-        at = 0
-        for start, stop in places(rows, step.rows):
-            out[start:stop] = part[at : at + stop - start]
-            at += stop - start
-    return out
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """One prefill: a prompt on an engine, its plan, and the entries of `plan.spans` in the same order.
@@ -118,20 +99,24 @@ class Job:
     ----------
     policy : Policy, optional
         Asked again after the plan's look; needed where there is one.
-    watch : callable, optional
-        Called with each layer's step and its input `[rows, hidden]`, to capture checkpoints. It must copy what
-        it keeps.
+    watch : sequence of callable
+        Called with each layer's step and its input `[rows, hidden]`, to capture hidden states. They must copy what
+        they keep.
+    resume : callable, optional
+        Hidden states of rows outside of the pictures at the plan's first layer, `[rows, hidden]`; needed where that is
+        not layer 0.
     """
 
     adapter: Adapter
     plan: Plan
     placed: Sequence[Placed] = ()
     policy: Policy | None = None
-    watch: Callable[[LayerStep, Tensor], None] | None = None
+    watch: Sequence[Callable[[LayerStep, Tensor], None]] = ()
+    resume: Callable[[Ranges], Tensor] | None = None
 
 
 Queries = Callable[[int, Ranges], Tensor]
-"""A job's queries at some of its step's rows, as attention sees them: `[heads, count(rows), D]`."""
+"""A job's queries at some of its step's rows, turned and times the attention's scale: `[heads, count(rows), D]`."""
 
 RunLayer = Callable[[Sequence[LayerStep], Sequence[Tensor], Callable[[Queries], Sequence[LayerStep]]], Sequence[Tensor]]
 """One layer of several jobs: for each its step and input `[count(step.rows), hidden]`.
@@ -158,8 +143,9 @@ def selective_prefill(jobs: Sequence[Job], run_layer: RunLayer) -> list[tuple[Pl
         `[count(plan.want), hidden]`.
     """
     plans = [job.plan for job in jobs]
+    assert len({(plan.first, plan.layers) for plan in plans}) == 1, "jobs in different layers"
     hidden: Sequence[Tensor] = [torch.empty(0)] * len(jobs)
-    for layer in range(plans[0].layers):
+    for layer in range(plans[0].first, plans[0].layers):
 
         def look(queries: Queries, layer: int = layer) -> list[LayerStep]:
             for number, (job, plan) in enumerate(zip(jobs, plans, strict=True)):
@@ -186,9 +172,9 @@ def _scores(job: Job, plan: Plan, queries: Callable[[Ranges], Tensor]) -> list[t
         if plan.look.what == "values":
             moved = moved_values(job.adapter.read_kv(layer, span.start, span.stop)[1], cached_values)
         else:
-            behind = intersect(plan.text(), ((span.stop, plan.end),))
+            behind = intersect(plan.text_rows(), ((span.stop, plan.end),))
             keys = job.adapter.read_kv(layer, 0, plan.end)[0]
-            moved = moved_attention(queries(behind), keys, cached_keys, behind, span.start, job.adapter.scale)
+            moved = moved_attention(queries(behind), keys, cached_keys, behind, span.start)
         computed = torch.zeros(span.length, dtype=torch.bool, device=moved.device)
         for start, stop in one.rows[layer]:
             computed[start:stop] = True
@@ -202,7 +188,30 @@ def _rows(job: Job, step: LayerStep, hidden: Tensor) -> Tensor:
     if step.layer == 0:
         hidden = job.adapter.embed(step.rows)
     elif step.enter:
-        hidden = _admit(step, hidden, job.placed)
-    if job.watch is not None:
-        job.watch(step, hidden)
+        hidden = _admit(step, hidden, job)
+    for watch in job.watch:
+        watch(step, hidden)
     return hidden
+
+
+def _admit(step: LayerStep, hidden: Tensor, job: Job) -> Tensor:
+    """Hidden states of `step.rows`: those that came from the layer before, and those that enter here."""
+    came = subtract(step.rows, step.enter)
+    parts: list[tuple[Ranges, Tensor]] = [(came, hidden)] if came else []
+    text = step.enter
+    for span in job.placed:
+        rows = intersect(step.enter, ((span.span.start, span.span.stop),))
+        text = subtract(text, rows)
+        if rows:
+            parts.append((rows, span.hidden(step.layer, rows)))
+    if text:
+        assert job.resume is not None, "text enters a layer that nothing was kept of"
+        parts.append((text, job.resume(text)))
+    assert union(*(rows for rows, _ in parts)) == step.rows, "rows enter that no checkpoint holds"
+    out = parts[0][1].new_empty(count(step.rows), parts[0][1].shape[-1])
+    for rows, part in parts:
+        at = 0
+        for start, stop in places(rows, step.rows):
+            out[start:stop] = part[at : at + stop - start]
+            at += stop - start
+    return out

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from vlcache.plan import Plan
 from vlcache.ranges import count
 from vlcache.types import Entry, Span
+from vlcache.verify import Verdict
 
 __all__ = ["Clock", "Counters", "Outcome", "Report", "SpanReport", "report_prompt"]
 
@@ -57,6 +58,8 @@ class Report:
         Rows computed in each layer.
     moved_bytes : int
         K/V bytes put in place for reused tokens.
+    verdict : Verdict or None
+        What checking the reuse found; None under a policy without a check.
     seconds : dict
         Wall time by stage: media, tokens, lookup, encode, prefill, store; and lost, where an entry was found damaged
         while it was used.
@@ -68,6 +71,7 @@ class Report:
     exact_prefix_tokens: int = 0
     rows: tuple[int, ...] = ()
     moved_bytes: int = 0
+    verdict: Verdict | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -114,6 +118,8 @@ class Counters:
         Spans by outcome.
     rejects : dict
         Entries found but not used, by reason.
+    verified : dict
+        Prompts under a policy with a check, by its result: `skipped`, `safe`, `repaired`, `recomputed`.
     """
 
     known_files: int = 0
@@ -127,10 +133,14 @@ class Counters:
     encoder_hits: int = 0
     misses: int = 0
     rejects: dict[str, int] = field(default_factory=dict)
+    verified: dict[str, int] = field(default_factory=dict)
 
-    def add(self, spans: Sequence[SpanReport]) -> None:
-        """Count a prompt's spans by outcome."""
-        for span in spans:
+    def add(self, report: Report) -> None:
+        """Count a prompt's spans by outcome, and what checking it found."""
+        if report.verdict is not None and any(span.outcome == "reused" for span in report.spans):
+            result = report.verdict.result
+            self.verified[result] = self.verified.get(result, 0) + 1
+        for span in report.spans:
             name = {"reused": "reused", "prefix": "prefix_hits", "encoder": "encoder_hits", "new": "misses"}[
                 span.outcome
             ]
@@ -144,35 +154,43 @@ class Counters:
 
 def report_prompt(
     policy: str,
-    plan: Plan,
+    passes: Sequence[Plan],
     spans: Sequence[Span],
     known: Mapping[str, Entry],
     seconds: Mapping[str, float],
     token_bytes: int,
+    verdict: Verdict | None = None,
 ) -> Report:
-    """What a plan did with a prompt.
+    """What was done with a prompt.
 
     Parameters
     ----------
+    passes : sequence of Plan
+        One after the other; the first one is over the whole prompt.
     known : mapping of str to Entry
         What the lookup found.
     token_bytes : int
         Of a token's K and V in one layer.
     """
-    reused = sum(count(ranges) for step in plan.steps() for ranges in step.reuse)
+    first = passes[0]
+    reused = sum(count(ranges) for plan in passes for step in plan.steps() for ranges in step.reuse)
     return Report(
-        spans=_report_spans(plan, spans, known),
+        spans=_report_spans(passes, spans, known),
         policy=policy,
-        prompt_tokens=plan.end,
-        exact_prefix_tokens=plan.begin,
-        rows=plan.rows_per_layer(),
+        prompt_tokens=first.end,
+        exact_prefix_tokens=first.begin,
+        rows=tuple(map(sum, zip(*(plan.rows_per_layer() for plan in passes), strict=True))),
         moved_bytes=reused * token_bytes,
+        verdict=verdict,
         seconds=dict(seconds),
     )
 
 
-def _report_spans(plan: Plan, spans: Sequence[Span], known: Mapping[str, Entry]) -> tuple[SpanReport, ...]:
-    computed = {s.span.start: s.computed for s in plan.spans}
+def _report_spans(passes: Sequence[Plan], spans: Sequence[Span], known: Mapping[str, Entry]) -> tuple[SpanReport, ...]:
+    plan = passes[0]
+    computed = {s.span.start: 0 for s in plan.spans}
+    for one in (one for some in passes for one in some.spans):
+        computed[one.span.start] += one.computed
     reports = []
     for span in spans:
         outcome: Outcome

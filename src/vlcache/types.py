@@ -16,7 +16,18 @@ from torch import Tensor
 
 from vlcache.rope import Rope
 
-__all__ = ["LAYOUT", "Capture", "Context", "Entry", "EntryKey", "EntryLostError", "Geometry", "Header", "Span", "Stored"]
+__all__ = [
+    "LAYOUT",
+    "Capture",
+    "Context",
+    "Entry",
+    "EntryKey",
+    "EntryLostError",
+    "Geometry",
+    "Header",
+    "Span",
+    "Stored",
+]
 
 LAYOUT = 1
 """Version of an entry's layout. An entry of another version is a miss."""
@@ -119,13 +130,14 @@ class Context:
 
     Attributes
     ----------
-    turn : str
-        Text and pictures before it in its own turn of the chat.
+    turn, neighbours : str
+        Text, and pictures, before it in its own turn of the chat.
     pictures : str
         Pictures of earlier turns.
     """
 
     turn: str
+    neighbours: str
     pictures: str
 
 

@@ -25,7 +25,7 @@ from vlcache.engines.transformers.run import Scored
 from vlcache.engines.transformers.support import describe
 from vlcache.errors import InputError, MediaError
 from vlcache.plan import plan_span
-from vlcache.policies import Policy, parse_policy
+from vlcache.policies import Evidence, Policy, parse_policy
 from vlcache.store import MemoryStore
 from vlcache.store.eightbit import rounded
 from vlcache.types import Entry, Span
@@ -131,7 +131,9 @@ class Runner:
         self.policies = tuple(dict.fromkeys(policies)) or sweep(self._layers)
         self._rules = [(text, parse_policy(text)) for text in self.policies]
         for _, policy in self._rules:
-            plan_span(policy, Span("", 0, 1, (1, 1, 1)), self._layers)  # one that does not fit the model says so now
+            plan_span(
+                policy, Span("", 0, 1, (1, 1, 1)), Evidence(self._layers)
+            )  # one that does not fit the model says so now
         self._longest = max_new_tokens
         self._captured: Any = None
         self._store = _Rounding(store_dtype)
@@ -141,7 +143,8 @@ class Runner:
     ) -> None:
         """Give every outcome to `tell`, trial by trial; a trial whose prompt cannot be used to `refuse`, with why."""
         # No exact prefixes: what one trial leaves behind must not help the next
-        config = Config(policy="none", prefix_cache=False)
+        kept = {layer for _, policy in self._rules for layer in policy.checkpoints if layer < self._layers}
+        config = Config(policy="none", prefix_cache=False, checkpoint_layers=tuple(sorted(kept)))
         cache = VLCache(self._model, self._processor, store=self._store, config=config)
         with cache, _plain_generation(self._model):
             for some in _groups(trials):

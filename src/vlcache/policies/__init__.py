@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from vlcache.errors import ConfigError
 from vlcache.policies.band import Band
-from vlcache.policies.base import Evidence, Look, Policy
+from vlcache.policies.base import Check, Evidence, Look, Policy, Rule
 from vlcache.policies.cacheblend import CacheBlend
 from vlcache.policies.epic import Epic
 from vlcache.policies.front import Layered, Prefix
@@ -16,12 +16,14 @@ from vlcache.policies.kvshare import KVShare
 from vlcache.policies.mpic import Mpic
 from vlcache.policies.none import NoRecompute
 from vlcache.policies.random import RandomTokens
+from vlcache.policies.verified import Verified
 
 __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
     "Band",
     "CacheBlend",
+    "Check",
     "Epic",
     "Evidence",
     "Full",
@@ -33,6 +35,8 @@ __all__ = [
     "Policy",
     "Prefix",
     "RandomTokens",
+    "Rule",
+    "Verified",
     "parse_policy",
 ]
 
@@ -112,12 +116,24 @@ def _band(argument: str | None) -> Policy:
     return Band(int(numbers[0]), int(numbers[1]), numbers[2])
 
 
+def _verified(argument: str | None) -> Policy:
+    numbers = _numbers(argument, "verified") if argument is not None else ()
+    if len(numbers) not in (2, 5) or not all(number.is_integer() for number in numbers[1:4]):
+        raise ConfigError(
+            f"policy verified: {argument!r} is not a divergence and a number of tokens, with or without a band; write "
+            "verified:0.7,12 or verified:0.7,12,8,20,0.25"
+        )
+    band = Band(int(numbers[2]), int(numbers[3]), numbers[4]) if numbers[2:] else None
+    return Verified(numbers[0], int(numbers[1]), band)
+
+
 POLICIES: dict[str, Callable[[str | None], Policy]] = {
     "full": _no_argument(Full),
     "none": _no_argument(NoRecompute),
     "prefix": _prefix,
     "layered": _layered,
     "band": _band,
+    "verified": _verified,
     "epic": _tokens(Epic, "epic"),
     "mpic": _tokens(Mpic, "mpic"),
     "cacheblend": _share(CacheBlend, "cacheblend"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlcache.errors import ConfigError
-from vlcache.policies.base import Evidence, Look
+from vlcache.policies.base import Evidence, Look, Rule
 from vlcache.policies.share import check_share, highest, share_of, written
 from vlcache.ranges import Ranges
 from vlcache.types import Span
@@ -22,7 +22,7 @@ __all__ = ["Band"]
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class Band(Rule):
     """`band:15,22,0.25`: all tokens in layers `enter` to `narrow`, then `ceil(share * N)` of them.
 
     Attributes
@@ -47,6 +47,10 @@ class Band:
     @property
     def name(self) -> str:
         return f"band:{self.enter},{self.narrow},{written(self.share)}"
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        return (self.enter,) if self.enter else ()
 
     def look(self, layers: int) -> Look | None:
         return Look(self.narrow, "values") if self.narrow < layers - 1 and self.share < 1 else None

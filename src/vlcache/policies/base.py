@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from vlcache.context import Changed
 from vlcache.ranges import Ranges
 from vlcache.types import Span
 
-__all__ = ["Evidence", "Look", "Policy"]
+__all__ = ["Check", "Evidence", "Look", "Policy", "Rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class Evidence:
         L.
     checkpoints : tuple of int
         Layers at which rows can enter from a cached hidden state (0 is always one and is not listed).
+    changed : {"text", "pictures", "turn", "neighbours"}
+        What differs before the span from where its entry was captured, see `vlcache.context`; the gravest where that is
+        not known.
     scores : tuple of float or None
         By token of the span, what the rule's look measured; 0 where the looked-at layer did not compute the token. None
         before the look: the rule then says how many rows it is going to ask for, so that a plan's size is known.
@@ -46,7 +50,37 @@ class Evidence:
 
     layers: int
     checkpoints: tuple[int, ...] = ()
+    changed: Changed = "neighbours"
     scores: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """How reuse is verified once a prompt has been filled, see `vlcache.verify`.
+
+    Attributes
+    ----------
+    tau : float
+        Largest movement of the answering row's distribution that counts as none: KL, nats.
+    probes : int
+        Tokens that are computed afresh to see.
+    suspects : tuple of {"pictures", "turn", "neighbours"}
+        What has to differ before a picture for it to be checked, see `vlcache.context`.
+    repair : Policy, optional
+        What is computed first where a check fails and text of the turn is all that differs.
+    follow : float
+        The answering row's attention is followed in the layers behind this share of the depth.
+    text : int
+        Text rows before the answering one that the check computes again at most: what the question's own rows have
+        gathered from the pictures.
+    """
+
+    tau: float
+    probes: int
+    suspects: tuple[Changed, ...]
+    repair: Policy | None = None
+    follow: float = 0.5
+    text: int = 16
 
 
 class Policy(Protocol):
@@ -55,6 +89,16 @@ class Policy(Protocol):
     @property
     def name(self) -> str:
         """How the rule is written on a command line, `prefix:0.02`."""
+        ...
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        """Layers at which the rule has rows enter: entries captured under it keep hidden states there."""
+        ...
+
+    @property
+    def check(self) -> Check | None:
+        """How the rule is verified, if it is."""
         ...
 
     def look(self, layers: int) -> Look | None:
@@ -68,3 +112,20 @@ class Policy(Protocol):
         before too. Behind a look it cannot, and computes those of them that are still there.
         """
         ...
+
+
+class Rule:
+    """What most rules are: nothing is measured on the way, nothing checked afterwards."""
+
+    __slots__ = ()
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def check(self) -> Check | None:
+        return None
+
+    def look(self, layers: int) -> Look | None:
+        return None

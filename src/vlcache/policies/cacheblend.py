@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlcache.policies.base import Evidence, Look
+from vlcache.policies.base import Evidence, Look, Rule
 from vlcache.policies.share import check_share, highest, share_of, written
 from vlcache.ranges import Ranges
 from vlcache.types import Span
@@ -23,7 +23,7 @@ _LOOK = 1
 
 
 @dataclass(frozen=True, slots=True)
-class CacheBlend:
+class CacheBlend(Rule):
     """`ceil(ratio * N)` tokens from layer 2 on, those whose V moved most at layer 1: `cacheblend:0.15`."""
 
     ratio: float

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlcache.errors import ConfigError
-from vlcache.policies.base import Evidence, Look
+from vlcache.policies.base import Evidence, Rule
 from vlcache.policies.share import check_share, share_of, written
 from vlcache.ranges import Ranges
 from vlcache.types import Span
@@ -27,7 +27,7 @@ def _front(length: int, ratio: float, least: int) -> Ranges:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(Rule):
     """The first `ceil(ratio * N)` tokens in every layer, at least `least` of them.
 
     Attributes
@@ -51,15 +51,12 @@ class Prefix:
     def name(self) -> str:
         return f"prefix:{written(self.ratio)}" + (f",{self.least}" if self.least != _LEAST else "")
 
-    def look(self, layers: int) -> Look | None:
-        return None
-
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         return _front(span.length, self.ratio, self.least)
 
 
 @dataclass(frozen=True, slots=True)
-class Layered:
+class Layered(Rule):
     """The first `ceil(ratios[layer] * N)` tokens of each layer.
 
     Ratios that grow with depth are widened, see `vlcache.plan`.
@@ -79,9 +76,6 @@ class Layered:
     @property
     def name(self) -> str:
         return "layered:" + ",".join(map(written, self.ratios))
-
-    def look(self, layers: int) -> Look | None:
-        return None
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         if len(self.ratios) != evidence.layers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlcache.policies.base import Evidence, Look
+from vlcache.policies.base import Evidence, Look, Rule
 from vlcache.policies.share import check_share, highest, share_of, written
 from vlcache.ranges import Ranges
 from vlcache.types import Span
@@ -22,7 +22,7 @@ _LOOK = 1
 
 
 @dataclass(frozen=True, slots=True)
-class KVShare:
+class KVShare(Rule):
     """`ceil(ratio * N)` tokens from layer 2 on, those to which attention moved most at layer 1: `kvshare:0.15`."""
 
     ratio: float

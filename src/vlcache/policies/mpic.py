@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlcache.policies.base import Evidence, Look
+from vlcache.policies.base import Evidence, Rule
 from vlcache.policies.share import check_count
 from vlcache.ranges import Ranges
 from vlcache.types import Span
@@ -21,7 +21,7 @@ __all__ = ["Mpic"]
 
 
 @dataclass(frozen=True, slots=True)
-class Mpic:
+class Mpic(Rule):
     """The first `tokens` of each picture, `mpic:32`."""
 
     tokens: int
@@ -32,9 +32,6 @@ class Mpic:
     @property
     def name(self) -> str:
         return f"mpic:{self.tokens}"
-
-    def look(self, layers: int) -> Look | None:
-        return None
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         return ((0, min(self.tokens, span.length)),) if self.tokens else ()

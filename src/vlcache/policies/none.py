@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlcache.policies.base import Evidence, Look
+from vlcache.policies.base import Evidence, Rule
 from vlcache.ranges import Ranges
 from vlcache.types import Span
 
@@ -12,15 +12,12 @@ __all__ = ["NoRecompute"]
 
 
 @dataclass(frozen=True, slots=True)
-class NoRecompute:
+class NoRecompute(Rule):
     """No token in any layer."""
 
     @property
     def name(self) -> str:
         return "none"
-
-    def look(self, layers: int) -> Look | None:
-        return None
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from vlcache.policies.base import Evidence, Look
+from vlcache.policies.base import Evidence, Rule
 from vlcache.policies.share import check_share, share_of, written
 from vlcache.ranges import Ranges, normal
 from vlcache.types import Span
@@ -14,7 +14,7 @@ __all__ = ["RandomTokens"]
 
 
 @dataclass(frozen=True, slots=True)
-class RandomTokens:
+class RandomTokens(Rule):
     """`ceil(ratio * N)` tokens drawn from picture and seed, the same in every layer: `random:0.1` or `random:0.1,7`.
 
     A picture's tokens are the same wherever it stands.
@@ -29,9 +29,6 @@ class RandomTokens:
     @property
     def name(self) -> str:
         return f"random:{written(self.ratio)}" + (f",{self.seed}" if self.seed else "")
-
-    def look(self, layers: int) -> Look | None:
-        return None
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         drawn = random.Random(f"{self.seed}/{span.content}").sample(

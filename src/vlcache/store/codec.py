@@ -16,7 +16,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
 
 import torch
@@ -325,8 +325,8 @@ def _check_parts(head: Head) -> None:
 
 def _context(metadata: dict[str, str]) -> Context | None:
     """Of an entry that says where it was captured; older ones do not."""
-    turn, pictures = metadata.get("context_turn"), metadata.get("context_pictures")
-    return None if turn is None or pictures is None else Context(turn, pictures)
+    found = [metadata.get(f"context_{field.name}") for field in fields(Context)]
+    return None if None in found else Context(*(value for value in found if value is not None))
 
 
 def _three(values: list[int]) -> tuple[int, int, int]:

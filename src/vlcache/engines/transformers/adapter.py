@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vlcache.engines.transformers.attention import attend
+from vlcache.measure import Gaze
 from vlcache.plan import LayerStep
 from vlcache.prefill import Queries, take
 from vlcache.ranges import Ranges, count, intersect, pieces, places, shift
@@ -62,6 +63,7 @@ class PromptPass:
         self._cos, self._sin = geometry.rope.cos_sin(positions.to(self._device), self._dtype)
         self._turned: tuple[Ranges, Tensor, Tensor] = ((), self._cos, self._sin)
         self._leader: tuple[PromptPass, int] | None = None
+        self._gaze: Gaze | None = None
         shape = (1, geometry.kv_heads, len(ids), geometry.head_dim)
         new = {"device": self._device, "dtype": self._dtype}
         self.keys = [torch.empty(shape, **new) for _ in range(geometry.layers)]
@@ -70,10 +72,6 @@ class PromptPass:
     @property
     def geometry(self) -> Geometry:
         return self._geometry
-
-    @property
-    def scale(self) -> float:
-        return float(self._decoder.layers[0].self_attn.scaling)
 
     def fill(self, keys: Sequence[Tensor], values: Sequence[Tensor], stop: int) -> None:
         """Copy the first `stop` tokens of an earlier prompt's K/V, `[1, H, >= stop, D]` per layer."""
@@ -91,6 +89,9 @@ class PromptPass:
         Its layers run with this one's, and it stands before this one in `run_layer`.
         """
         self._leader = (leader, stop)
+
+    def follow_attention(self, gaze: Gaze | None) -> None:
+        self._gaze = gaze
 
     def read_kv(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         k, v = self.keys[layer][0, :, start:stop], self.values[layer][0, :, start:stop]
@@ -135,6 +136,8 @@ class PromptPass:
         """Projected queries `[rows, heads * D]` to what they see, `[rows, heads * D]`."""
         keys, values = self.keys[step.layer][0], self.values[step.layer][0]
         turned = self._queries(attention, queries, step.keep)
+        if self._gaze is not None:
+            self._gaze.see(step.layer, turned * attention.scaling, keys.transpose(0, 1), step.keep)
         mixed = attend(turned, keys, values, step.keep, attention.scaling)
         return mixed.transpose(0, 1).flatten(1)
 
@@ -179,7 +182,8 @@ def run_layer(
 
     def queries_of(number: int, rows: Ranges) -> Tensor:
         its = take(torch.split(normed, sizes)[number], places(rows, came[number].rows))
-        return passes[number]._queries(attention, attention.q_proj(its[None])[0], rows)
+        queries = passes[number]._queries(attention, attention.q_proj(its[None])[0], rows)
+        return queries * float(attention.scaling)
 
     steps = look(queries_of)
     if any(step.keep != step.rows for step in steps):

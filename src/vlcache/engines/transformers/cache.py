@@ -14,11 +14,12 @@ from torch import Tensor
 
 from vlcache.capture import capture, token_seconds
 from vlcache.config import Config, load_config
+from vlcache.context import compare, contexts
 from vlcache.engines.transformers.adapter import PromptPass
 from vlcache.engines.transformers.encoder import encode
 from vlcache.engines.transformers.handoff import FirstCall, generate_inputs
 from vlcache.engines.transformers.pictures import Media, Reader, smallest_picture
-from vlcache.engines.transformers.prompt import Prompt, check_alike, check_continuation, longer
+from vlcache.engines.transformers.prompt import Prompt, check_alike, check_continuation, longer, turn_ends
 from vlcache.engines.transformers.request import Request, prompt_ids, read_request
 from vlcache.engines.transformers.run import Scored, run_plans
 from vlcache.engines.transformers.support import describe
@@ -27,12 +28,12 @@ from vlcache.errors import ConfigError, InputError
 from vlcache.exact import ExactPrefix, ExactPrefixes, cut
 from vlcache.keys import digest_tenant, scope
 from vlcache.lookup import Found, find, keep, pinned, reusable
-from vlcache.plan import Plan, make_plan, plan_span
-from vlcache.policies import Policy, parse_policy
+from vlcache.plan import make_plan, plan_span
+from vlcache.policies import Evidence, Policy, parse_policy
 from vlcache.report import Clock, Counters, Report, report_prompt
 from vlcache.store import Store
 from vlcache.store.open import check_bounds, open_store
-from vlcache.types import EntryKey, EntryLostError, Header, Span
+from vlcache.types import Context, Entry, EntryKey, EntryLostError, Header, Span
 from vlcache.worth import Worth
 
 __all__ = ["VLCache"]
@@ -93,15 +94,21 @@ class VLCache:
         self.config = config or load_config(policy=policy if isinstance(policy, str) else None, **options)
         self.policy: Policy = _policy(self.config.policy if policy is None else policy)
         self._geometry = describe(model)
-        beyond = [layer for layer in self.config.checkpoint_layers if layer >= self._geometry.layers]
+        kept = {*self.config.checkpoint_layers, *self.policy.checkpoints}
+        self._checkpoint_layers = tuple(sorted(kept))
+        beyond = [layer for layer in self._checkpoint_layers if layer >= self._geometry.layers]
         if beyond:
-            raise ConfigError(f"checkpoint_layers: {beyond} are beyond the model's {self._geometry.layers} layers")
+            raise ConfigError(
+                f"checkpoint_layers: {beyond} are beyond the model's {self._geometry.layers} layers; the option or "
+                f"policy {self.policy.name} names them"
+            )
         # A rule that does not fit this model says so now and not at the first hit
-        plan_span(self.policy, Span("", 0, 1, (1, 1, 1)), self._geometry.layers)
+        plan_span(self.policy, Span("", 0, 1, (1, 1, 1)), Evidence(self._geometry.layers))
         if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
             raise InputError(f"a {type(processor).__name__} is no processor for pictures; give AutoProcessor's")
         self._model = model
         self._processor = processor
+        self._ends = turn_ends(model, processor)
         self._worth = Worth(self.config.always_reuse)
         self._own_store = store is None
         if store is None:
@@ -334,9 +341,12 @@ class VLCache:
                 if len(prompts) > 1:
                     begin = min(begin, first.spans[-1].stop)
                 reused = reusable(first.spans, found.entries, begin)
-                checkpoints = {content: tuple(sorted(e.checkpoints)) for content, e in found.entries.items()}
+                where = dict(
+                    zip(first.spans, contexts(first.ids, first.spans, self._ends, headers[0].key.scope), strict=True)
+                )
+                known = [_evidence(found.entries[s.content], where[s], layers) for s in reused]
                 plans = [
-                    [make_plan(policy, reused, checkpoints, begin, len(prompt.ids), layers, n) for policy in policies]
+                    [make_plan(policy, reused, known, begin, len(prompt.ids), layers, n) for policy in policies]
                     for prompt, n in zip(prompts, wanted, strict=True)
                 ]
             with clock.stage("encode"):
@@ -351,7 +361,7 @@ class VLCache:
                     policies,
                     found.entries,
                     prefix,
-                    self.config.checkpoint_layers,
+                    self._checkpoint_layers,
                 )
                 _synchronize(self._device)
         with clock.stage("store"):
@@ -360,21 +370,35 @@ class VLCache:
                 new_tokens, token_s = token_seconds(ran.plan, first.spans, found.entries, clock.seconds)
                 self._worth.computed(new_tokens, new_tokens * sum(token_s))
             new = capture(
-                ran.work, ran.plan, first.spans, headers, encoded, first.positions, found.entries, ran.watch, token_s
+                ran.work,
+                ran.plan,
+                first.spans,
+                headers,
+                encoded,
+                first.positions,
+                found.entries,
+                ran.watch,
+                list(where.values()),
+                token_s,
             )
             faults = keep(self.store, new)
-            self._keep_prefix(first, ran.plan, ran.work)
+            self._keep_prefix(first, ran.plan.begin, ran.exact_until, ran.work)
         self.counters.reject(found.rejects + faults)
         token_bytes = 2 * self._geometry.kv_heads * self._geometry.head_dim * self._model.dtype.itemsize
         scored = [
             [
-                Scored(rows, report_prompt(policy.name, plan, first.spans, found.entries, clock.seconds, token_bytes))
-                for policy, plan, rows in zip(policies, its, logits, strict=True)
+                Scored(
+                    one.logits,
+                    report_prompt(
+                        policy.name, one.passes, first.spans, found.entries, clock.seconds, token_bytes, one.verdict
+                    ),
+                )
+                for policy, one in zip(policies, its, strict=True)
             ]
-            for its, logits in zip(ran.plans, ran.logits, strict=True)
+            for its in ran.done
         ]
         for one in (one for some in scored for one in some):
-            self.counters.add(one.report.spans)
+            self.counters.add(one.report)
             self.last = one.report
         return ran.work, scored
 
@@ -400,9 +424,8 @@ class VLCache:
         self.counters.encoded += len(new)
         return [outputs.get(span.content) for span in spans]
 
-    def _keep_prefix(self, prompt: Prompt, plan: Plan, work: PromptPass) -> None:
-        exact = plan.exact_until()
-        if exact > plan.begin and self._prefixes.capacity_bytes:
+    def _keep_prefix(self, prompt: Prompt, begin: int, exact: int, work: PromptPass) -> None:
+        if exact > begin and self._prefixes.capacity_bytes:
             spans = tuple(s for s in prompt.spans if s.stop <= exact)
             keys, values = ([cut(t, exact) for t in kv] for kv in (work.keys, work.values))
             self._prefixes.put(ExactPrefix(prompt.ids[:exact].clone(), spans, keys, values))
@@ -410,6 +433,10 @@ class VLCache:
 
 def _policy(given: str | Policy) -> Policy:
     return parse_policy(given) if isinstance(given, str) else given
+
+
+def _evidence(entry: Entry, here: Context, layers: int) -> Evidence:
+    return Evidence(layers, tuple(sorted(entry.checkpoints)), compare(entry.context, here))
 
 
 def _synchronize(device: torch.device) -> None:

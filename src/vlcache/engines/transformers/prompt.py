@@ -21,6 +21,7 @@ __all__ = [
     "longer",
     "picture_sources",
     "render",
+    "turn_ends",
     "vision_tokens",
 ]
 
@@ -173,6 +174,14 @@ def build_prompt(model: Any, ids: Tensor, contents: Sequence[str], grids: Sequen
         ids[None], mm_token_type_ids=vision[None].int(), image_grid_thw=torch.tensor(grids)
     )
     return Prompt(ids, tuple(spans), positions[:, 0], delta)
+
+
+def turn_ends(model: Any, processor: Any) -> frozenset[int]:
+    """Tokens that end a message of a chat, as far as model and tokenizer say so."""
+    ends = {getattr(processor.tokenizer, "eos_token_id", None)}
+    stops = getattr(model.generation_config, "eos_token_id", None)
+    ends.update(stops if isinstance(stops, list | tuple) else [stops])
+    return frozenset(token for token in ends if token is not None)
 
 
 def check_continuation(model: Any, ids: Sequence[int]) -> None:

@@ -12,7 +12,8 @@ differs from the first one only in its tail takes what stands before the tail fr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from vlcache.engines.transformers.prompt import Prompt
 from vlcache.exact import ExactPrefix, common_tokens
 from vlcache.plan import Plan
 from vlcache.policies import Policy
-from vlcache.prefill import Job, place, selective_prefill
+from vlcache.prefill import Job, place
 from vlcache.report import Report
 from vlcache.types import Entry, Geometry
+from vlcache.verify import Done, checked_prefill
 
 __all__ = ["Ran", "Scored", "run_plans"]
 
@@ -58,17 +60,17 @@ class Ran:
         Its pass: K/V of the whole prompt.
     watch : Checkpoints
         Of its pass.
-    logits : list of list of Tensor, `[count(plan.want), vocabulary]`
-        By prompt and policy, in the order given.
-    plans : list of list of Plan
-        As they were carried out, each as if it had run alone.
+    done : list of list of Done
+        By prompt and policy, in the order given, each as if it had run alone.
+    exact_until : int
+        Index up to which the K/V of `work` are exact.
     """
 
     plan: Plan
     work: PromptPass
     watch: Checkpoints
-    logits: list[list[Tensor]]
-    plans: list[list[Plan]]
+    done: list[list[Done]]
+    exact_until: int
 
 
 def run_plans(
@@ -115,7 +117,7 @@ def run_plans(
         positions = prompt.positions.to(device)
         spans = [s.span for s in plan.spans]
         placed = [place(entries[s.content], s, positions[:, s.start : s.stop], geometry.rope) for s in spans]
-        jobs.append(Job(work, plan, placed, one.policy, watch if source is None else None))
+        jobs.append(Job(work, plan, placed, one.policy, (watch,) if source is None else ()))
         passes.append(work)
         return len(jobs) - 1
 
@@ -131,19 +133,24 @@ def run_plans(
             elif one not in mine:
                 mine[one] = add(prompt, one, first[like], min(same, one.plan.want[0][0]))
         where.append(mine)
-    ran = selective_prefill(jobs, lambda steps, rows, look: run_layer(passes, steps, rows, look))
-    hidden = torch.cat([rows for _, rows in ran])
-    joined: Tensor = model.lm_head(model.model.language_model.norm(hidden[None]))[0]
-    by_job = torch.split(joined, [len(rows) for _, rows in ran])
-    logits = [[by_job[mine[one]] for one in its] for its, mine in zip(asked, where, strict=True)]
-    settled = []
+
+    def logits(hidden: Sequence[Tensor]) -> Sequence[Tensor]:
+        joined: Tensor = model.lm_head(model.model.language_model.norm(torch.cat(list(hidden))[None]))[0]
+        return torch.split(joined, [len(rows) for rows in hidden])
+
+    ran = checked_prefill(jobs, lambda numbers: partial(run_layer, [passes[n] for n in numbers]), logits)
+    done = []
     for its, mine in zip(asked, where, strict=True):
         # A tail that follows a pass over the same pictures settles nothing itself
-        done = [(ran[mine[one]][0], ran[first[like]][0]) for one, like in zip(its, asked[0], strict=True)]
-        settled.append(
-            [o.plan.settled_as(own if own.spans else like) for o, (own, like) in zip(its, done, strict=True)]
-        )
-    return Ran(settled[0][asked[0].index(leader)], passes[0], watch, logits, settled)
+        alone = [(one.plan, ran[mine[one]], ran[first[like]]) for one, like in zip(its, asked[0], strict=True)]
+        done.append([_as_alone(plan, own, like) for plan, own, like in alone])
+    return Ran(done[0][asked[0].index(leader)].passes[0], passes[0], watch, done, ran[0].exact_until)
+
+
+def _as_alone(plan: Plan, own: Done, like: Done) -> Done:
+    """What a pass did, with what it took from others as if it had computed that itself."""
+    first = plan.settled_as(own.passes[0] if own.passes[0].spans else like.passes[0])
+    return replace(own, passes=(first, *own.passes[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +162,15 @@ class _Asked:
 
     @classmethod
     def of(cls, plan: Plan, policy: Policy) -> _Asked:
-        return cls(plan, None if plan.look is None else policy)
+        return cls(plan, None if plan.look is None and policy.check is None else policy)
 
     @property
     def looks_behind(self) -> bool:
         """Whether it depends on the text behind the pictures what is computed of them."""
-        return self.plan.look is not None and self.plan.look.what == "attention"
+        checked = self.policy is not None and self.policy.check is not None
+        return checked or (self.plan.look is not None and self.plan.look.what == "attention")
 
     def common(self, stop: int) -> int:
         """Up to where a pass may follow another one of a prompt that is the same up to `stop`."""
-        return min(self.plan.computed_until(), self.plan.want[0][0], stop)
+        alike = self.plan.exact_until() if self.looks_behind else self.plan.computed_until()
+        return min(alike, self.plan.want[0][0], stop)

@@ -1,0 +1,261 @@
+"""Reuse that verifies itself: what is looked at, what each stage computes, what comes out, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Lab, make_picture
+from reference import Recording, Reused, picture_runs, record, replay
+from test_exactness import bare, check_equal, filled
+from torch import Tensor
+
+from vlcache import VLCache
+from vlcache.measure import divergence
+from vlcache.policies import Band, Check, Evidence, Look, Prefix, Rule, Verified
+from vlcache.ranges import Ranges
+from vlcache.types import Span
+
+LAYERS = 4
+A, B = make_picture(10), make_picture(11, 112, 196)
+NEVER, ALWAYS = 0.0, 1e9
+"""Tau that takes no answer for unmoved, and one that takes every answer."""
+
+
+@dataclass(frozen=True)
+class WholeTail(Rule):
+    """Verified, but its check computes all text behind the pictures again, so that a reference can say the result."""
+
+    verified: Verified
+    name: str = "whole tail"
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        return self.verified.checkpoints
+
+    @property
+    def check(self) -> Check | None:
+        check = self.verified.check
+        assert check is not None
+        return replace(check, text=10_000)
+
+    def look(self, layers: int) -> Look | None:
+        return self.verified.look(layers)
+
+    def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
+        return self.verified.rows(span, layer, evidence)
+
+
+def captured(lab: Lab, cache: VLCache, chat: Any) -> tuple[Recording, list[tuple[int, int]]]:
+    cache.prefill(chat)
+    inputs = lab.inputs(chat)
+    return record(lab.model, inputs), picture_runs(lab.model, inputs)
+
+
+def most_attended(lab: Lab, inputs: Any, reused: list[Reused], probes: int) -> list[int]:
+    """By eager attention of the last row in layers 2 and 3, on the cached K/V of `reused`."""
+    seen: list[Tensor] = []
+    lab.model.set_attn_implementation("eager")
+    layers = lab.model.model.language_model.layers
+    handles = [layer.self_attn.register_forward_hook(lambda m, i, o: seen.append(o[1][0, :, -1])) for layer in layers]
+    replay(lab.model, inputs, reused)
+    for handle in handles:
+        handle.remove()
+    lab.model.set_attn_implementation("sdpa")
+    paid = sum(weights.mean(0) for weights in seen[2:])
+    inside = [i for r in reused for i in range(r.start, r.start + r.length)]
+    return sorted(sorted(inside, key=lambda i: -float(paid[i]))[:probes])
+
+
+def sets(*layers: set[int]) -> list[set[int]]:
+    return list(layers) if len(layers) == LAYERS else list(layers) * LAYERS
+
+
+def test_an_answer_that_stays_stands(lab: Lab, close: Any) -> None:
+    """The check's tokens are those attended to most; what it computes is what a reference computes of just them."""
+    second = lab.chat("Look at this.", A, "What is shown?", system="S")
+    with lab.cache(WholeTail(Verified(ALWAYS, 5))) as cache:
+        recording, ((at, n),) = captured(lab, cache, lab.chat("Here.", A, "q"))
+        ours = filled(cache.prefill(second))
+        inputs = lab.inputs(second)
+        ((start, _),) = picture_runs(lab.model, inputs)
+        naive = [Reused(start, n, recording, at, sets(set()))]
+        looked_at = most_attended(lab, inputs, naive, 5)
+        verdict = cache.last.verdict
+        assert verdict.result == "safe"
+        assert list(verdict.looked_at) == looked_at
+        fresh = [replace(naive[0], computed=sets({i - start for i in looked_at}))]
+        check_equal(close, ours, replay(lab.model, inputs, fresh))
+        moved = divergence(replay(lab.model, inputs, fresh)[0], replay(lab.model, inputs, naive)[0])
+        assert verdict.moved == (pytest.approx(moved, rel=1e-2, abs=1e-6),)
+        assert cache.last.spans[0].rows == 5 * LAYERS
+        assert cache.counters.verified == {"safe": 1}
+
+
+def test_an_answer_that_moves_is_computed_again_exactly(lab: Lab, close: Any) -> None:
+    second = lab.chat("Look at this.", A, "What is shown?", system="S")
+    plain = lab.model.generate(**lab.inputs(second), max_new_tokens=16, min_new_tokens=16)
+    with lab.cache(Verified(NEVER, 5)) as cache:
+        cache.prefill(lab.chat("Here.", A, "q"))
+        check_equal(close, filled(cache.prefill(second)), replay(lab.model, lab.inputs(second), []))
+        assert cache.last.verdict.result == "recomputed"
+        assert len(cache.last.verdict.moved) == 2
+        tokens = lab.model.generate(**cache.prefill(second), max_new_tokens=16, min_new_tokens=16)
+        assert torch.equal(tokens, plain)
+        assert cache.counters.verified == {"recomputed": 2}
+        assert cache.counters.encoded == 1
+        n = cache.last.spans[0].tokens
+        assert cache.last.spans[0].rows == (5 + n) * LAYERS
+
+
+def test_recomputed_kv_are_exact_and_serve_as_a_prefix(one_lab: Lab) -> None:
+    second = one_lab.chat("Look at this.", A, "What is shown?", system="S")
+    with one_lab.cache(Verified(NEVER, 5), prefix_cache=True) as cache:
+        cache.prefill(one_lab.chat("Here.", A, "q"))
+        cache.prefill(second)
+        assert cache.last.verdict.result == "recomputed"
+        cache.prefill(second)
+        assert [span.outcome for span in cache.last.spans] == ["prefix"]
+    with one_lab.cache(Verified(ALWAYS, 5), prefix_cache=True) as cache:
+        cache.prefill(one_lab.chat("Here.", A, "q"))
+        cache.prefill(second)
+        assert cache.last.verdict.result == "safe"
+        cache.prefill(second)
+        assert [span.outcome for span in cache.last.spans] == ["reused"]
+
+
+def test_a_repair_is_its_band_and_the_text_behind_it(lab: Lab, close: Any) -> None:
+    """A tau between what the check and what the repair move leads through all stages of that case."""
+    second = lab.chat("Look at this.", A, "What is shown?", system="S")
+    band = Band(1, 9, 1.0)
+    with lab.cache(Verified(NEVER, 5, band)) as cache:
+        recording, ((at, n),) = captured(lab, cache, lab.chat("Here.", A, "q"))
+        cache.prefill(second)
+        probed, repaired, _ = cache.last.verdict.moved
+        inputs = lab.inputs(second)
+        ((start, _),) = picture_runs(lab.model, inputs)
+        expected = replay(lab.model, inputs, [Reused(start, n, recording, at, [set(), *[set(range(n))] * 3])])
+        for tau, result in (((probed + repaired) / 2, "repaired"), (2 * max(probed, repaired), "safe")):
+            if result == "repaired" and repaired >= probed:
+                continue
+            logits, keys, values = filled(cache.prefill(second, policy=Verified(tau, 5, band)))
+            assert cache.last.verdict.result == result
+            if result == "repaired":
+                close(logits, expected[0], 1e-4)
+                for layer in range(1, LAYERS):
+                    close(keys[layer], expected[1][layer], 1e-4)
+                    close(values[layer], expected[2][layer], 1e-4)
+
+
+def stages(lab: Lab, policy: Any, first: Any, second: Any, **options: Any) -> tuple[str, list[int]]:
+    with lab.cache(policy, **options) as cache:
+        cache.prefill(first)
+        cache.prefill(second)
+        return cache.last.verdict.result, [span.rows for span in cache.last.spans]
+
+
+def test_what_is_checked_is_what_may_have_been_read_into_the_picture(one_lab: Lab) -> None:
+    lab, policy = one_lab, Verified(ALWAYS, 5)
+    first = lab.chat("Here.", A, "q")
+    turns = [*lab.chat(B, "what?"), {"role": "assistant", "content": "a thing"}]
+    later = [*turns, lab.chat("Here.", A, "what?")[1]]
+    talk = [*lab.chat("Hello"), {"role": "assistant", "content": "Hi"}, lab.chat("Here.", A, "what?")[1]]
+    assert stages(lab, policy, first, lab.chat("Here.", A, "what?", system="S")) == ("skipped", [0])
+    assert stages(lab, policy, first, talk) == ("skipped", [0])
+    assert stages(lab, policy, first, lab.chat("There.", A, "what?")) == ("safe", [20])
+    assert stages(lab, policy, first, later)[0] == "safe"
+    assert stages(lab, policy, lab.chat(A, B, "q"), lab.chat(B, A, "q"))[0] == "safe"
+    assert stages(lab, policy, lab.chat(A, B, "q"), lab.chat(A, B, "q", system="S")) == ("skipped", [0, 0])
+
+
+def test_only_the_suspicious_picture_is_checked_and_all_behind_it_is_recomputed(one_lab: Lab) -> None:
+    lab = one_lab
+    with lab.cache(Verified(ALWAYS, 5)) as cache:
+        first = [*lab.chat(A, "q"), {"role": "assistant", "content": "a"}, lab.chat("Here.", B, "q")[1]]
+        cache.prefill(first)
+        second = [*lab.chat(A, "q", system="S"), {"role": "assistant", "content": "a"}, lab.chat("There.", B, "q")[1]]
+        cache.prefill(second)
+        (a, b) = cache.last.spans
+        assert cache.last.verdict.result == "safe"
+        assert (a.rows, b.rows) == (0, 5 * LAYERS)
+        assert all(b.start <= i < b.start + b.tokens for i in cache.last.verdict.looked_at)
+        cache.prefill(second, policy=Verified(NEVER, 5))
+        (a, b) = cache.last.spans
+        assert (a.rows, b.rows) == (0, (5 + b.tokens) * LAYERS)
+
+
+def test_pictures_of_the_turn_that_changed_are_not_repaired_in_part(one_lab: Lab) -> None:
+    policy = Verified(NEVER, 5, Band(1, 2, 0.25))
+    result, rows = stages(one_lab, policy, one_lab.chat(A, B, "q"), one_lab.chat(B, A, "q"))
+    assert result == "recomputed"
+    with one_lab.cache(policy) as cache:
+        cache.prefill(one_lab.chat(A, B, "q"))
+        cache.prefill(one_lab.chat(B, A, "q"))
+        assert sum(rows) == (5 + cache.last.vision_tokens) * LAYERS
+
+
+def test_an_entry_without_the_checkpoint_is_repaired_from_the_first_layer(one_lab: Lab) -> None:
+    lab, band = one_lab, Band(2, 9, 1.0)
+    first, second = lab.chat("Here.", A, "q"), lab.chat("There.", A, "what?")
+    with lab.cache("none") as cache:
+        cache.prefill(first)
+        cache.prefill(second, policy=Verified(NEVER, 5, band))
+        n = cache.last.spans[0].tokens
+        assert cache.last.spans[0].rows == (5 + 2 * n) * LAYERS
+    result, (rows,) = stages(lab, Verified(NEVER, 5, band), first, second)
+    assert (result, rows) == ("recomputed", 5 * LAYERS + 2 * n + n * LAYERS)
+
+
+@pytest.mark.parametrize("base", [Prefix(0.25), Prefix(1)])
+def test_another_rule_may_come_first(lab: Lab, close: Any, base: Prefix) -> None:
+    second = lab.chat("Look at this.", A, "What is shown?", system="S")
+    with lab.cache(Verified(NEVER, 5, base=base)) as cache:
+        cache.prefill(lab.chat("Here.", A, "q"))
+        check_equal(close, filled(cache.prefill(second)), replay(lab.model, lab.inputs(second), []))
+        assert cache.last.verdict.result == ("skipped" if base.ratio == 1 else "recomputed")
+
+
+def test_a_picture_that_ends_the_prompt(lab: Lab, close: Any) -> None:
+    """The answering row is then one of the picture's own."""
+    first, second = bare(lab, "an earlier prompt", A, "q"), bare(lab, "look at this", A, "")
+    for tau, result in ((ALWAYS, "safe"), (NEVER, "recomputed")):
+        with lab.cache(Verified(tau, 5)) as cache:
+            cache.prefill(first)
+            logits, _, _ = filled(cache.prefill(second))
+            assert cache.last.verdict.result == result
+    close(logits, replay(lab.model, second, [])[0], 1e-4)
+
+
+def test_scores_are_those_of_the_prompt_that_is_generated_from(one_lab: Lab, close: Any) -> None:
+    """Side by side with other rules and questions as alone, and the first row as a prefill has it."""
+    lab = one_lab
+    policies = ["none", Verified(ALWAYS, 5), Verified(NEVER, 5), Verified(NEVER, 5, Band(1, 2, 0.5)), "full"]
+    chats = [lab.chat("There.", A, "and", B, text) for text in ("What is shown?", "Which is larger?")]
+    with lab.cache("none", checkpoint_layers=(1,)) as cache:
+        cache.prefill(lab.chat("Here.", A, "and", B, "q"))
+        together = cache.score_each(chats, [[5, 6, 7]] * 2, policies)
+        for chat, some in zip(chats, together, strict=True):
+            for policy, one in zip(policies, some, strict=True):
+                alone = cache.score_each([chat], [[5, 6, 7]], [policy])[0][0]
+                close(one.logits, alone.logits, 1e-4)
+                assert one.report.spans == alone.report.spans
+                assert (one.report.verdict is None) == isinstance(policy, str)
+                if one.report.verdict is not None:
+                    assert one.report.verdict.result == alone.report.verdict.result
+                logits, _, _ = filled(cache.prefill(chat, policy=policy))
+                close(one.logits[0], logits, 1e-4)
+            close(some[2].logits, some[-1].logits, 1e-4)
+
+
+def test_a_decoded_answer_goes_on_from_what_was_checked(one_lab: Lab) -> None:
+    lab = one_lab
+    chat = lab.chat("There.", A, "What is shown?")
+    with lab.cache(Verified(ALWAYS, 5)) as cache:
+        cache.prefill(lab.chat("Here.", A, "q"))
+        out = cache.prefill(chat)
+        start = out["input_ids"].shape[1]
+        tokens = lab.model.generate(**out, max_new_tokens=6, min_new_tokens=6)[0, start:].tolist()
+        scores = cache.score(chat, tokens)
+        assert scores.argmax(-1).tolist() == tokens
