@@ -55,16 +55,19 @@ def captured(lab: Lab, cache: VLCache, chat: Any) -> tuple[Recording, list[tuple
 
 
 def most_attended(lab: Lab, inputs: Any, reused: list[Reused], probes: int) -> list[int]:
-    """By eager attention of the last row in layers 2 and 3, on the cached K/V of `reused`."""
+    """By eager attention of the last rows in layers 2 and 3, on the cached K/V of `reused`."""
     seen: list[Tensor] = []
     lab.model.set_attn_implementation("eager")
     layers = lab.model.model.language_model.layers
-    handles = [layer.self_attn.register_forward_hook(lambda m, i, o: seen.append(o[1][0, :, -1])) for layer in layers]
+    handles = [layer.self_attn.register_forward_hook(lambda m, i, o: seen.append(o[1][0])) for layer in layers]
     replay(lab.model, inputs, reused)
     for handle in handles:
         handle.remove()
     lab.model.set_attn_implementation("sdpa")
-    paid = sum(weights.mean(0) for weights in seen[2:])
+    tail = reused[-1].start + reused[-1].length
+    rows = [weights.mean(0)[tail:] for weights in seen[2:]]
+    rows[-1] = rows[-1][-1:]  # in the last layer there is no other
+    paid = sum(its[-1] + its.mean(0) for its in rows)
     inside = [i for r in reused for i in range(r.start, r.start + r.length)]
     return sorted(sorted(inside, key=lambda i: -float(paid[i]))[:probes])
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from vlcache.errors import ConfigError
 from vlcache.policies import DEFAULT_POLICY, parse_policy
-from vlcache.types import Stored
+from vlcache.types import Capture, Stored
 
 __all__ = ["Config", "load_config"]
 
@@ -35,7 +35,7 @@ class Config:
     Attributes
     ----------
     policy : str
-        What is recomputed of a known picture: `full`, `none`, `prefix:0.02`, `layered:1,0.5,...`.
+        What is recomputed of a known picture: `auto`, `full`, `none`, `prefix:0.02`, ...
     memory_gb : float
         Bound of the store of pictures in GB (10^9 bytes); 0 turns it off, exact prefixes stay.
     prefix_cache : bool
@@ -47,7 +47,10 @@ class Config:
     cache_salt : str
         Tenant. Entries of another salt are invisible.
     checkpoint_layers : tuple of int
-        Layers whose input hidden states entries keep, for policies that let rows enter there.
+        Layers whose input hidden states entries keep, besides those that the policy lets rows enter at.
+    capture : str
+        Where a new picture's K/V come from: `observed`, the request that first carries it, or `neutral`, a prefill
+        of its own behind the chat template's opening, right behind that request's.
     disk_path : str
         Directory where entries outlive the process; empty: none.
     disk_gb : float
@@ -71,6 +74,7 @@ class Config:
     max_image_pixels: int = 64_000_000
     cache_salt: str = field(default="", repr=False)
     checkpoint_layers: tuple[int, ...] = ()
+    capture: Capture = "observed"
     disk_path: str = ""
     disk_gb: float = 20.0
     redis_url: str = field(default="", repr=False)
@@ -88,6 +92,8 @@ class Config:
             raise ConfigError(f"redis_ttl_s: {self.redis_ttl_s} is no duration; give seconds, 0 for ever")
         if self.store_dtype not in get_args(Stored):
             raise ConfigError(f"store_dtype: unknown {self.store_dtype!r}; known are " + ", ".join(get_args(Stored)))
+        if self.capture not in get_args(Capture):
+            raise ConfigError(f"capture: unknown {self.capture!r}; known are " + ", ".join(get_args(Capture)))
         if self.max_image_pixels < 1:
             raise ConfigError(
                 f"max_image_pixels: {self.max_image_pixels} is zero or negative, which refuses every picture"

@@ -83,13 +83,20 @@ def moved_attention(queries: Tensor, keys: Tensor, cached: Tensor, rows: Ranges,
 
 
 class Gaze:
-    """Attention that one row pays to a prompt's tokens, summed over the layers from one on, in the mean over heads.
+    """Attention that a prompt's last rows pay to its tokens, summed over the layers from one on: half of it the last
+    row's, half the mean of all of them, in the mean over heads.
 
     An adapter calls `see` in each layer with the queries that it has anyway.
+
+    Parameters
+    ----------
+    rows : Ranges
+        Prompt indices.
+    first_layer : int
     """
 
-    def __init__(self, row: int, first_layer: int) -> None:
-        self._row = ((row, row + 1),)
+    def __init__(self, rows: Ranges, first_layer: int) -> None:
+        self._rows = rows
         self._first = first_layer
         self.paid: Tensor | None = None
 
@@ -103,9 +110,10 @@ class Gaze:
         keys : Tensor, `[T, H, D]`
         rows : Ranges
         """
-        if layer < self._first or not intersect(self._row, rows):
+        mine = intersect(self._rows, rows)  # the last layer has the wanted rows only
+        if layer < self._first or not mine:
             return
-        ((at, stop),) = places(self._row, rows)
-        last = self._row[0][1]
-        paid = attention_paid(queries[:, at:stop], keys[:last], self._row).mean((0, 1))
+        where = torch.tensor(indices(places(mine, rows)), device=queries.device)
+        paid = attention_paid(queries[:, where], keys[: self._rows[-1][1]], mine).mean(0)
+        paid = paid[-1] + paid.mean(0)
         self.paid = paid if self.paid is None else self.paid + paid

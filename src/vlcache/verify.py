@@ -24,7 +24,7 @@ from vlcache.plan import LayerStep, Plan, SpanPlan, make_plan
 from vlcache.policies.base import Check, Policy
 from vlcache.policies.full import Full
 from vlcache.prefill import Job, RunLayer, selective_prefill, take
-from vlcache.ranges import Ranges, count, intersect, normal, places, shift, union
+from vlcache.ranges import Ranges, count, intersect, normal, places, shift, subtract, union
 
 __all__ = ["Done", "Verdict", "checked_prefill"]
 
@@ -181,8 +181,7 @@ def _case(job: Job) -> _Case | None:
         repair = _repair_plan(plan, check, suspects)
         if repair.first:
             trail = _Trail(repair.first, repair.text_rows())
-    row = plan.want[0][0]
-    gaze = Gaze(row, min(layers - 1, round(check.follow * layers)))
+    gaze = Gaze(_asking(plan, check, plan.want[0][0] + 1), min(layers - 1, round(check.follow * layers)))
     return _Case(job, check, suspects, gaze, repair, trail)
 
 
@@ -222,9 +221,15 @@ def _probe(case: _Case) -> Job:
         replace(s, rows=(shift(intersect(rows, ((s.span.start, s.span.stop),)), -s.span.start),) * plan.layers)
         for s in plan.spans
     )
-    row, stop = plan.want[0][0], case.suspects[-1].span.stop
-    text = intersect(plan.text_rows(), ((max(stop, row - case.check.text), plan.end),))
+    text = subtract(_asking(plan, case.check, plan.end), tuple((s.span.start, s.span.stop) for s in plan.spans))
     return replace(case.job, plan=replace(plan, spans=spans, look=None, text=text), watch=())
+
+
+def _asking(plan: Plan, check: Check, stop: int) -> Ranges:
+    """The last text rows up to the answering one, and what is wanted behind it before `stop`."""
+    row = plan.want[0][0]
+    text = intersect(plan.text_rows(), ((max(plan.spans[-1].span.stop, row - check.text), stop),))
+    return union(text, ((row, row + 1),))
 
 
 def _repair(case: _Case) -> Job | None:

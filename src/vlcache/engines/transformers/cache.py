@@ -6,7 +6,7 @@ request -> spans -> lookup -> plan -> selective prefill -> (decode by `generate`
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,16 @@ from vlcache.context import compare, contexts
 from vlcache.engines.transformers.adapter import PromptPass
 from vlcache.engines.transformers.encoder import encode
 from vlcache.engines.transformers.handoff import FirstCall, generate_inputs
-from vlcache.engines.transformers.pictures import Media, Reader, smallest_picture
-from vlcache.engines.transformers.prompt import Prompt, check_alike, check_continuation, longer, turn_ends
+from vlcache.engines.transformers.neutral import neutral_entry, opening
+from vlcache.engines.transformers.pictures import Media, Reader, processor_fingerprint, smallest_picture
+from vlcache.engines.transformers.prompt import (
+    Prompt,
+    check_alike,
+    check_continuation,
+    longer,
+    turn_ends,
+    vision_tokens,
+)
 from vlcache.engines.transformers.request import Request, prompt_ids, read_request
 from vlcache.engines.transformers.run import Scored, run_plans
 from vlcache.engines.transformers.support import describe
@@ -109,6 +117,7 @@ class VLCache:
         self._model = model
         self._processor = processor
         self._ends = turn_ends(model, processor)
+        self._opening = opening(processor)
         self._worth = Worth(self.config.always_reuse)
         self._own_store = store is None
         if store is None:
@@ -288,6 +297,48 @@ class VLCache:
         work, ((scored,),) = self._run([read.prompt], read, [policy], clock, [1])
         return generate_inputs(self._model, read.prompt, work, scored.logits)
 
+    @torch.no_grad()
+    def capture(self, pictures: Sequence[Any]) -> int:
+        """Capture pictures before anybody asks about them, each behind nothing but the chat template's opening.
+
+        Parameters
+        ----------
+        pictures : sequence
+            Files, bytes, PIL images or data: URLs.
+
+        Returns
+        -------
+        int
+            How many were computed; those that have been captured so before are not again.
+
+        Raises
+        ------
+        MediaError, InputError
+            A picture that cannot be used; those before it are captured.
+        """
+        computed = 0
+        with self._lock:
+            self._check_open()
+            self._check_weights()
+            settings = processor_fingerprint(self._processor.image_processor)
+            for picture in pictures:
+                (media,) = self._reader.read([picture], self._processor.image_processor, settings)
+                span = Span(media.content, 0, vision_tokens(self._model, media.grid), media.grid)
+                header = self._header(span, settings)
+                found = find(self.store, [header])
+                entry = found.entries.get(span.content)
+                if (
+                    entry is None
+                    or entry.capture != "neutral"
+                    or not set(self._checkpoint_layers) <= set(entry.checkpoints)
+                ):
+                    (encoded,) = self._encode([span], [media], found, 0)
+                    assert encoded is not None
+                    faults = keep(self.store, [self._neutral(header, encoded)])
+                    self.counters.reject(found.rejects + faults)
+                    computed += 1
+        return computed
+
     def _check_open(self) -> None:
         if self._closed:
             raise InputError("this cache is closed; make a new VLCache")
@@ -369,7 +420,7 @@ class VLCache:
             if len(plans) == len(plans[0]) == 1:  # otherwise the seconds are not this plan's
                 new_tokens, token_s = token_seconds(ran.plan, first.spans, found.entries, clock.seconds)
                 self._worth.computed(new_tokens, new_tokens * sum(token_s))
-            new = capture(
+            new: Iterable[Entry] = capture(
                 ran.work,
                 ran.plan,
                 first.spans,
@@ -381,6 +432,8 @@ class VLCache:
                 list(where.values()),
                 token_s,
             )
+            if self.config.capture == "neutral":
+                new = (self._neutral(entry.header, entry.encoder) for entry in new)
             faults = keep(self.store, new)
             self._keep_prefix(first, ran.plan.begin, ran.exact_until, ran.work)
         self.counters.reject(found.rejects + faults)
@@ -401,6 +454,10 @@ class VLCache:
             self.counters.add(one.report)
             self.last = one.report
         return ran.work, scored
+
+    def _neutral(self, header: Header, encoded: Tensor) -> Entry:
+        layers = self._checkpoint_layers
+        return neutral_entry(self._model, self._geometry, self._opening, header, encoded, layers, self._ends)
 
     def _header(self, span: Span, settings: str) -> Header:
         dtype, tenant = str(self._model.dtype), digest_tenant(self.config.cache_salt)
