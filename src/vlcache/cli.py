@@ -130,6 +130,37 @@ def doctor(as_json: bool) -> None:
         show(findings)
 
 
+@cli.command()
+@_MODEL
+@click.option("--dataset", default="tileworld", show_default=True, help="tileworld, mmmu-pro or mmlongbench-doc.")
+@click.option("--data", default="", metavar="DIR", help="Where a data set's files are.")
+@click.option("--pairs", default=144, show_default=True, type=click.IntRange(1), help="Calibration pairs.")
+@click.option("--probes", default=12, show_default=True, type=click.IntRange(1), help="Tokens that a check computes.")
+@click.option("--target-kl", type=click.FloatRange(0), help="Largest divergence of the budgets, nats. Default 0.005.")
+@click.option("--target-share", type=click.FloatRange(0, 1), help="Instead: their largest computed share.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--max-new-tokens", default=16, show_default=True, type=click.IntRange(1))
+@click.option("-o", "--out", default="profile.json", show_default=True, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--dtype", default="auto", show_default=True, type=_DType("auto"))
+@_DEVICE
+def profile(
+    model: str, dtype: str, device: str, out: Path, target_kl: float | None, target_share: float | None, **options: Any
+) -> None:
+    """Measure what reuse costs a model, layer by layer, and write its profile."""
+    from rich.console import Console
+
+    from vlcache.profiling.run import Settings, run
+
+    if target_kl is not None and target_share is not None:
+        raise click.UsageError("--target-kl and --target-share are both given; budgets are solved for one of them")
+    if target_share is None and target_kl is None:
+        target_kl = 0.005
+    settings = Settings(target_kl=target_kl, target_share=target_share, **options)
+    loaded, processor = _load(model, dtype, device, quiet=False)
+    found = run(settings, loaded, processor, out, Console())
+    click.echo(json.dumps(found.to_dict()))
+
+
 @cli.group()
 def bench() -> None:
     """Benchmarks; the last line of each is JSON."""
@@ -208,6 +239,13 @@ class _List(click.ParamType):  # type: ignore[type-arg]
 @click.option("--max-pages", default=120, show_default=True, type=click.IntRange(1), help="Of a PDF document.")
 @click.option("--dpi", default=144, show_default=True, type=click.IntRange(1), help="Of a PDF document's pages.")
 @_STORE_DTYPE
+@click.option(
+    "--capture",
+    default="observed",
+    show_default=True,
+    type=click.Choice(["observed", "neutral"]),
+    help="Pictures by a trial's own prompts, or behind the chat template's opening.",
+)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for predictions, metrics, plots.")
 @click.option("--dtype", default="auto", show_default=True, type=_DType("auto"))
 @_DEVICE

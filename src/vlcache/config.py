@@ -36,6 +36,8 @@ class Config:
     ----------
     policy : str
         What is recomputed of a known picture: `auto`, `full`, `none`, `prefix:0.02`, ...
+    profile : str
+        File with the model's profile, see `vlcache profile`. Without it the one in the model's directory, if any.
     memory_gb : float
         Bound of the store of pictures in GB (10^9 bytes); 0 turns it off, exact prefixes stay.
     prefix_cache : bool
@@ -68,6 +70,7 @@ class Config:
     """
 
     policy: str = DEFAULT_POLICY
+    profile: str = ""
     memory_gb: float = 4.0
     prefix_cache: bool = True
     prefix_gb: float = 1.0
@@ -84,7 +87,8 @@ class Config:
     always_reuse: bool = False
 
     def __post_init__(self) -> None:
-        parse_policy(self.policy)
+        if self.policy != "layered" or not self.profile:  # which is where its ratios come from
+            parse_policy(self.policy)
         for name in ("memory_gb", "prefix_gb", "disk_gb", "redis_gb"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: {getattr(self, name)} is negative or not a size; give GB, 0 to turn it off")

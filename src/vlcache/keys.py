@@ -45,18 +45,20 @@ def fingerprint_settings(name: str, settings: Mapping[str, object]) -> str:
     return digest(name, json.dumps(settings, sort_keys=True, default=str))
 
 
-def fingerprint_weights(config: str, weights: Iterable[tuple[str, Tensor]]) -> str:
+def fingerprint_weights(config: str, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
     """Digest of a model: its configuration and samples of every weight.
 
     Reading all weights takes seconds to minutes, so each tensor gives its name, shape, dtype and up to 64 values
-    spread evenly over it. Two fine-tunes of one model differ; an edit of single elements may go unseen.
+    spread evenly over it, rounded to `dtype` if given. Two fine-tunes of one model differ; an edit of single elements
+    may go unseen.
     """
     fields: list[str | bytes | memoryview] = [config]
     for name, weight in weights:
         flat = weight.detach().reshape(-1)
         n = min(flat.numel(), _SAMPLES)
         spread = torch.arange(n, device=flat.device) * (flat.numel() - 1) // max(1, n - 1)
-        fields += [name, str(tuple(weight.shape)), str(weight.dtype), tensor_bytes(flat[spread])]
+        sample = flat[spread] if dtype is None else flat[spread].to(dtype)
+        fields += [name, str(tuple(weight.shape)), str(sample.dtype), tensor_bytes(sample)]
     return digest(*fields)
 
 

@@ -102,6 +102,9 @@ class Job:
     watch : sequence of callable
         Called with each layer's step and its input `[rows, hidden]`, to capture hidden states. They must copy what
         they keep.
+    stale : frozenset of int
+        Layers in which the pictures' cached K/V take the place of those computed before attention sees them, although
+        their tokens go on: how much a layer's reuse costs by itself. For measurements only.
     resume : callable, optional
         Hidden states of rows outside of the pictures at the plan's first layer, `[rows, hidden]`; needed where that is
         not layer 0.
@@ -112,6 +115,7 @@ class Job:
     placed: Sequence[Placed] = ()
     policy: Policy | None = None
     watch: Sequence[Callable[[LayerStep, Tensor], None]] = ()
+    stale: frozenset[int] = frozenset()
     resume: Callable[[Ranges], Tensor] | None = None
 
 
@@ -149,6 +153,9 @@ def selective_prefill(jobs: Sequence[Job], run_layer: RunLayer) -> list[tuple[Pl
 
         def look(queries: Queries, layer: int = layer) -> list[LayerStep]:
             for number, (job, plan) in enumerate(zip(jobs, plans, strict=True)):
+                for placed in job.placed if layer in job.stale else ():
+                    span = placed.span
+                    job.adapter.write_kv(layer, span.start, *placed.kv(layer, span.start, span.stop))
                 if plan.look is not None and plan.look.layer == layer:
                     assert job.policy is not None
                     scores = _scores(job, plan, partial(queries, number))

@@ -5,32 +5,30 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from vlcache.bench.accuracy import Outcome, Runner
 from vlcache.bench.machine import describe_run
 from vlcache.bench.plots import plot_pareto
+from vlcache.bench.progress import progress
 from vlcache.bench.rows import Skipped
 from vlcache.bench.tally import ALL, Row, enough, tally
 from vlcache.bench.tileworld import NAME, tileworld_plan, tileworld_trial
 from vlcache.bench.trials import Trial
 from vlcache.errors import ConfigError
 from vlcache.policies import parse_policy
+from vlcache.types import Capture
 
 __all__ = ["MOST_SKIPPED", "Settings", "check", "run"]
 
 MOST_SKIPPED = 0.01
 """Share of a data set's rows that may be unusable before a run counts as failed."""
-
-_PLAIN_EVERY = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,8 @@ class Settings:
         Of a PDF document, where the data set has them.
     store_dtype : str
         How entries' K and V are kept between capture and use, `raw`, `int8` or `fp8`.
+    capture : str
+        `observed` or `neutral`, see `vlcache.config.Config`.
     """
 
     items: int = 100
@@ -75,6 +75,7 @@ class Settings:
     max_pages: int = 120
     dpi: int = 144
     store_dtype: str = "raw"
+    capture: Capture = "observed"
 
 
 def check(settings: Settings) -> None:
@@ -95,14 +96,16 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
         As `check`; nothing to run.
     """
     start = time.perf_counter()
-    runner = Runner(model, processor, settings.policies, settings.max_new_tokens, settings.store_dtype)
+    runner = Runner(
+        model, processor, settings.policies, settings.max_new_tokens, settings.store_dtype, settings.capture
+    )
     trials, total = _trials(settings)
     out.mkdir(parents=True, exist_ok=True)
     about = describe_run(settings.device)
     _write(out / "config.json", asdict(settings) | {"policies": list(runner.policies)} | about)
     outcomes: list[Outcome] = []
     skipped: list[Skipped] = []
-    with (out / "predictions.jsonl").open("w") as file, _progress(console, total) as step:
+    with (out / "predictions.jsonl").open("w") as file, progress(console, total) as step:
 
         def tell(outcome: Outcome) -> None:
             outcomes.append(outcome)
@@ -170,26 +173,6 @@ def _trials(settings: Settings) -> tuple[Iterable[Any], int | None]:
         dpi=settings.dpi,
     )
     return found, None
-
-
-@contextmanager
-def _progress(console: Console, total: int | None) -> Iterator[Any]:
-    """A step function: a bar on a terminal, a line now and then elsewhere."""
-    if console.is_terminal:
-        columns = (TextColumn("trials"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda: bar.advance(task)
-        return
-    done, start = 0, time.perf_counter()
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        if done % _PLAIN_EVERY == 0 or done == total:
-            console.print(f"{done} of {total or '?'} trials, {time.perf_counter() - start:.0f} s")
-
-    yield step
 
 
 def _tables(rows: list[Row]) -> Iterator[Table]:

@@ -1,14 +1,18 @@
 """The default: what the measurement in docs/accuracy.md says is best at 99.5 % agreement with full recompute.
 
-Pictures are reused as they are. Where what stands before them may have changed what was read into them, the answer is
-verified, and what does not hold is repaired or recomputed. The numbers come from the model's own profile (`vlcache
-profile`); a model without one gets cautious ones, and everything is recomputed where the answer moves.
+    before the picture differs        what is done
+    nothing, or text of other turns   reused as it is
+    text of its own turn              a band of deep layers, if the model's profile has one that holds; else verified
+    pictures                          verified: what does not hold is recomputed
+
+The numbers come from the model's own profile (`vlcache profile`). A model without one gets cautious ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from vlcache.policies.band import Band
 from vlcache.policies.base import Check, Evidence, Look
 from vlcache.policies.front import Prefix
 from vlcache.policies.verified import Verified
@@ -27,10 +31,13 @@ class Auto:
     Attributes
     ----------
     verified : Verified
-        With the profile's numbers where there is one.
+        Of pictures that are reused as they are.
+    band : Band, optional
+        Computed at once, without a check, where text of the picture's own turn is what differs.
     """
 
     verified: Verified = _CAUTIOUS
+    band: Band | None = None
 
     @property
     def name(self) -> str:
@@ -38,14 +45,20 @@ class Auto:
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
-        return self.verified.checkpoints
+        band = () if self.band is None else self.band.checkpoints
+        return tuple(sorted({*self.verified.checkpoints, *band}))
 
     @property
-    def check(self) -> Check | None:
-        return self.verified.check
+    def check(self) -> Check:
+        check = self.verified.check
+        if self.band is None:
+            return check
+        return replace(check, suspects=tuple(changed for changed in check.suspects if changed != "turn"))
 
     def look(self, layers: int) -> Look | None:
-        return self.verified.look(layers)
+        return self.verified.look(layers) if self.band is None else self.band.look(layers)
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
+        if self.band is not None and evidence.changed == "turn":
+            return self.band.rows(span, layer, evidence)
         return self.verified.rows(span, layer, evidence)

@@ -56,7 +56,9 @@ def _prefix(argument: str | None) -> Policy:
 
 def _layered(argument: str | None) -> Policy:
     if argument is None:
-        raise ConfigError("policy layered: needs a ratio per layer; write layered:1,0.5,0.1,...")
+        raise ConfigError(
+            "policy layered: needs a ratio per layer; write layered:1,0.5,0.1,... or name the model's profile"
+        )
     return Layered(_numbers(argument, "layered"))
 
 

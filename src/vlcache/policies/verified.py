@@ -72,7 +72,7 @@ class Verified:
         return tuple(sorted({*self.base.checkpoints, *repair}))
 
     @property
-    def check(self) -> Check | None:
+    def check(self) -> Check:
         return Check(self.tau, self.probes, SUSPICIOUS, self.repair)
 
     def look(self, layers: int) -> Look | None:

@@ -20,6 +20,7 @@ from vlcache.engines.transformers.encoder import encode
 from vlcache.engines.transformers.handoff import FirstCall, generate_inputs
 from vlcache.engines.transformers.neutral import neutral_entry, opening
 from vlcache.engines.transformers.pictures import Media, Reader, processor_fingerprint, smallest_picture
+from vlcache.engines.transformers.profile import find_profile
 from vlcache.engines.transformers.prompt import (
     Prompt,
     check_alike,
@@ -55,7 +56,7 @@ class VLCache:
     model : Qwen2VL, Qwen2_5_VL or Qwen3VL ForConditionalGeneration
     processor : its processor
     policy : str or Policy, optional
-        What is recomputed of a known picture; `prefix:0.02` unless configured otherwise.
+        What is recomputed of a known picture; `auto` unless configured otherwise.
     store : Store, optional
         Where entries live; unless given, memory and what else the configuration names. A store that is given is not
         closed here.
@@ -70,6 +71,8 @@ class VLCache:
         What the latest `prefill` or `score` did.
     counters : Counters
         Since the cache was made.
+    profile : Profile or None
+        The model's, where there is one.
 
     Raises
     ------
@@ -100,8 +103,10 @@ class VLCache:
         if config is not None and options:
             raise ConfigError(f"config and {', '.join(options)} are both given; put them into the config")
         self.config = config or load_config(policy=policy if isinstance(policy, str) else None, **options)
-        self.policy: Policy = _policy(self.config.policy if policy is None else policy)
         self._geometry = describe(model)
+        self._weights = WeightsWatch(model)
+        self.profile = find_profile(self.config.profile, model, self._geometry.layers, self._weights)
+        self.policy: Policy = self._policy(self.config.policy if policy is None else policy)
         kept = {*self.config.checkpoint_layers, *self.policy.checkpoints}
         self._checkpoint_layers = tuple(sorted(kept))
         beyond = [layer for layer in self._checkpoint_layers if layer >= self._geometry.layers]
@@ -124,7 +129,6 @@ class VLCache:
             check_bounds(self.config, self._geometry, smallest_picture(processor.image_processor), model.dtype)
         prefix_gb = self.config.prefix_gb if self.config.prefix_cache else 0
         self._prefixes = ExactPrefixes(int(prefix_gb * 1e9))
-        self._weights = WeightsWatch(model)
         self._fingerprint = ""
         self._closed = False
         self._check_weights()
@@ -201,7 +205,7 @@ class VLCache:
                     "prefill works inside the cache's `with`; write `with VLCache(model, processor) as cache:`"
                 )
             self._check_weights()
-            return self._prefill(request, self.policy if policy is None else _policy(policy), template)
+            return self._prefill(request, self.policy if policy is None else self._policy(policy), template)
 
     @torch.no_grad()
     def score(
@@ -271,7 +275,7 @@ class VLCache:
             raise InputError(f"{len(requests)} requests and {len(continuations)} continuations; give one for each")
         for continuation in continuations:
             check_continuation(self._model, continuation)
-        rules = [_policy(policy) for policy in policies]
+        rules = [self._policy(policy) for policy in policies]
         with self._lock:
             self._check_open()
             self._check_weights()
@@ -455,6 +459,12 @@ class VLCache:
             self.last = one.report
         return ran.work, scored
 
+    def _policy(self, given: str | Policy) -> Policy:
+        """A rule as it is written, with the numbers of the model's profile where it has one."""
+        if not isinstance(given, str):
+            return given
+        return parse_policy(given) if self.profile is None else self.profile.policy(given)
+
     def _neutral(self, header: Header, encoded: Tensor) -> Entry:
         layers = self._checkpoint_layers
         return neutral_entry(self._model, self._geometry, self._opening, header, encoded, layers, self._ends)
@@ -486,10 +496,6 @@ class VLCache:
             spans = tuple(s for s in prompt.spans if s.stop <= exact)
             keys, values = ([cut(t, exact) for t in kv] for kv in (work.keys, work.values))
             self._prefixes.put(ExactPrefix(prompt.ids[:exact].clone(), spans, keys, values))
-
-
-def _policy(given: str | Policy) -> Policy:
-    return parse_policy(given) if isinstance(given, str) else given
 
 
 def _evidence(entry: Entry, here: Context, layers: int) -> Evidence:

@@ -1,0 +1,1 @@
+"""Measuring a model's profile on calibration pairs: `vlcache profile`."""

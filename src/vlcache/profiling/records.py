@@ -1,0 +1,99 @@
+"""What was measured of each calibration pair, kept as lines of JSON so that an interrupted run goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from vlcache.errors import ConfigError
+
+__all__ = ["PairRecord", "Records"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairRecord:
+    """One pair: pictures captured in one context, asked about in another.
+
+    Attributes
+    ----------
+    name : str
+    changed : str
+        What differs before its pictures, the gravest; see `vlcache.context`.
+    kl : float
+        Divergence of the answer when all K/V are reused: KL(full || reused), mean over its tokens, nats.
+    agree : bool
+        Whether it is full recompute's, token by token.
+    alone, onward : tuple of float
+        By layer, see `vlcache.profile.Profile`; empty where not measured.
+    fronts : mapping of str to float
+        Divergence by the ratio of the front that every layer computes.
+    moved : float or None
+        What a check measured, nats; None where nothing was suspicious.
+    checked : bool
+        Whether the answer that the check computed is full recompute's.
+    deep : tuple of bool
+        By layer m, whether the answer is full recompute's when all tokens are computed from m on.
+    bands : mapping of str to bool
+        The same by band.
+    """
+
+    name: str
+    changed: str
+    kl: float
+    agree: bool
+    alone: tuple[float, ...] = ()
+    onward: tuple[float, ...] = ()
+    fronts: Mapping[str, float] = field(default_factory=dict)
+    moved: float | None = None
+    checked: bool = True
+    deep: tuple[bool, ...] = ()
+    bands: Mapping[str, bool] = field(default_factory=dict)
+
+
+class Records:
+    """The file of an unfinished run. `settings` say what is measured; records of other settings are refused.
+
+    Raises
+    ------
+    ConfigError
+        The file holds another run's records.
+    """
+
+    def __init__(self, path: Path, settings: str) -> None:
+        self._path = path
+        self._found: dict[str, PairRecord] = {}
+        if path.exists():
+            first, *lines = path.read_text(encoding="utf-8").splitlines()
+            if first != settings:
+                raise ConfigError(f"{path}: left by a run with other settings; finish that one or remove the file")
+            for line in lines:
+                record = _read(line)
+                if record is not None:
+                    self._found[record.name] = record
+        else:
+            path.write_text(settings + "\n", encoding="utf-8")
+
+    def get(self, name: str) -> PairRecord | None:
+        return self._found.get(name)
+
+    def put(self, record: PairRecord) -> None:
+        self._found[record.name] = record
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+
+    def close(self) -> None:
+        """The run is finished."""
+        self._path.unlink(missing_ok=True)
+
+
+def _read(line: str) -> PairRecord | None:
+    """None for a line that was cut off."""
+    try:
+        data = json.loads(line)
+    except ValueError:
+        return None
+    known = {field.name for field in fields(PairRecord)}
+    lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+    return PairRecord(**{name: value for name, value in (data | lists).items() if name in known})

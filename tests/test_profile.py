@@ -1,0 +1,305 @@
+"""Profiles: how budgets, band and threshold follow from records, the file, and a whole run on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Lab, make_picture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from vlcache import VLCache
+from vlcache.errors import ConfigError
+from vlcache.policies import Auto, Band, Layered, NoRecompute, Verified
+from vlcache.profile import PROFILE_NAME, Profile, read_profile
+from vlcache.profiling import run as profiling
+from vlcache.profiling.budgets import gain_curve, predicted, solve
+from vlcache.profiling.records import PairRecord, Records
+from vlcache.profiling.solve import Targets, bands_to_try, enter_layer, make_profile, threshold
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
+LAYERS = 4
+GAIN = {0.0: 0.0, 0.1: 0.5, 0.5: 0.8, 1.0: 1.0}
+PROFILE = Profile(
+    model="m" * 64,
+    layers=LAYERS,
+    pairs=30,
+    alone=(0.1, 0.2, 0.3, 0.1),
+    onward=(0.4, 0.3, 0.3, 0.1),
+    deep=(1.0, 1.0, 0.5, 0.2),
+    budgets=(0.5, 0.1, 0.1, 0.0),
+    predicted_kl=0.01,
+    measured_kl=0.012,
+    band=(1, 2, 0.25),
+    at_once=False,
+    tau=0.7,
+    probes=12,
+    agreement=1.0,
+)
+
+
+def all_budgets() -> list[tuple[float, ...]]:
+    return [b for b in product(GAIN, repeat=LAYERS) if all(x >= y for x, y in pairwise(b))]
+
+
+costs = st.lists(st.floats(0, 1, allow_subnormal=False), min_size=LAYERS, max_size=LAYERS)
+
+
+@given(costs, st.floats(0.001, 2))
+def test_budgets_hold_their_bound_and_never_grow(cost: list[float], bound: float) -> None:
+    budgets = solve(cost, GAIN, target_kl=bound)
+    assert predicted(cost, GAIN, budgets) <= bound
+    assert all(a >= b for a, b in pairwise(budgets))
+    share = sum(budgets)
+    # the best of those on the convex hull: nothing cheaper has as little divergence as this
+    better = [b for b in all_budgets() if sum(b) < share and predicted(cost, GAIN, b) <= predicted(cost, GAIN, budgets)]
+    assert better == []
+
+
+@given(costs, st.floats(0, 1))
+def test_budgets_hold_their_share(cost: list[float], share: float) -> None:
+    budgets = solve(cost, GAIN, target_share=share)
+    assert sum(budgets) / LAYERS <= share
+    same = [b for b in all_budgets() if sum(b) <= sum(budgets)]
+    assert predicted(cost, GAIN, budgets) <= min(predicted(cost, GAIN, b) for b in same) + 1e-9
+
+
+def test_budgets_by_hand() -> None:
+    """All of the cost in the second layer: it and the one before are computed as far as the bound asks."""
+    cost = [0.0, 1.0, 0.0, 0.0]
+    assert solve(cost, GAIN, target_kl=1.0) == (0.0,) * 4
+    assert solve(cost, GAIN, target_kl=0.5) == (0.1, 0.1, 0.0, 0.0)
+    assert solve(cost, GAIN, target_kl=0.1) == (1.0, 1.0, 0.0, 0.0)
+    assert solve([0.0] * 4, GAIN, target_kl=0.0) == (0.0,) * 4
+    assert solve([1.0] * 4, GAIN, target_share=1.0) == (1.0,) * 4
+
+
+def test_a_gain_curve_never_falls_and_ends_at_everything() -> None:
+    assert gain_curve(2.0, {0.1: 1.0, 0.2: 1.5, 0.5: 0.5}) == {0.0: 0.0, 0.1: 0.5, 0.2: 0.5, 0.5: 0.75, 1.0: 1.0}
+    assert gain_curve(1.0, {0.1: 3.0}) == {0.0: 0.0, 0.1: 0.0, 1.0: 1.0}
+    assert gain_curve(0.0, {0.1: 0.0}) == {0.0: 0.0, 0.1: 0.0, 1.0: 1.0}
+
+
+def record(name: str, changed: str = "pictures", agree: bool = True, **more: Any) -> PairRecord:
+    return PairRecord(name, changed, 0.0 if agree else 1.0, agree, **more)
+
+
+def test_a_picture_enters_at_the_deepest_layer_that_still_repairs_all() -> None:
+    deep = [(True, True, True, False), (True, True, True, True), (True, True, False, False)]
+    assert enter_layer([record(str(n), deep=flags) for n, flags in enumerate(deep)], LAYERS) == 1
+    assert enter_layer([record("a", deep=(True, True, True, False))], LAYERS) == 2
+    assert enter_layer([record("a", deep=(True, False, True, True))], LAYERS) == 0
+    assert enter_layer([record("a")], LAYERS) == 0
+
+
+def test_bands_are_tried_from_the_cheapest_to_all_layers() -> None:
+    bands = bands_to_try(8, 30)
+    assert bands[-1] == Band(8, 30, 1.0)
+    assert all(band.enter == 8 for band in bands)
+    assert Band(8, 20, 0.15) in bands
+    assert bands[0] == Band(8, 11, 0.15)
+
+
+def test_tau_lies_between_what_safe_and_what_unsafe_answers_move() -> None:
+    safe = [record(f"s{n}", moved=n / 100) for n in range(20)]
+    unsafe = [record(f"u{n}", agree=False, moved=1.9 + n) for n in range(5)]
+    assert threshold([*safe, *unsafe]) == pytest.approx((0.19 * 1.9) ** 0.5)
+    assert threshold([*safe, *unsafe, record("blind", agree=False, moved=0.95, checked=False)]) < 0.95
+    assert threshold([*safe, record("late", moved=None, agree=False)]) == pytest.approx((0.19 * 1.0) ** 0.5)
+
+
+def test_tau_keeps_to_the_risk_where_safe_and_unsafe_overlap() -> None:
+    safe = [record(f"s{n}", moved=n / 100) for n in range(20)]
+    blind = record("blind", agree=False, moved=0.055, checked=False)
+    assert threshold([*safe, blind]) == 0.05
+
+
+def pairs(turn: list[PairRecord]) -> list[PairRecord]:
+    layers = [
+        record(f"t{n}", "text", alone=(0.2, 0.1, 0.1, 0.0), onward=(0.4, 0.2, 0.1, 0.0), fronts={"0.1": 0.0})
+        for n in (1, 2)
+    ]
+    others = [record(f"p{n}", moved=0.01 * n) for n in range(30)]
+    return [*layers, *others, record("swapped", "neighbours", agree=False, moved=3.0), *turn]
+
+
+def test_a_check_decides_where_it_misses_nothing() -> None:
+    turn = [record("x", "turn", agree=False, moved=2.0, deep=(True, True, False, False), bands={"band:1,2,0.15": True})]
+    profile = make_profile("m", LAYERS, pairs(turn), Targets(kl=1.0), 12)
+    assert not profile.at_once
+    assert profile.band == (1, 2, 0.15)
+    assert profile.agreement == 1.0
+    assert profile.auto() == Auto(Verified(profile.tau, 12, Band(1, 2, 0.15)))
+
+
+def test_the_band_comes_at_once_where_a_check_is_blind() -> None:
+    bands = {"band:1,2,0.15": False, "band:1,2,0.3": True}
+    turn = [record("x", "turn", agree=False, moved=0.001, checked=False, deep=(True, True, False, False), bands=bands)]
+    profile = make_profile("m", LAYERS, pairs(turn), Targets(kl=1.0), 12)
+    assert profile.at_once
+    assert profile.band == (1, 2, 0.3)
+    assert profile.tau > 0.2
+    auto = profile.auto()
+    assert auto == Auto(Verified(profile.tau, 12), Band(1, 2, 0.3))
+    assert "turn" not in auto.check.suspects
+    assert auto.checkpoints == (1,)
+
+
+def test_too_few_pairs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="23 calibration pairs, 0 of them"):
+        make_profile("m", LAYERS, [record(str(n)) for n in range(23)], Targets(kl=1.0), 12)
+    with pytest.raises(ConfigError, match="30 calibration pairs, 0 of them"):
+        make_profile("m", LAYERS, [record(str(n)) for n in range(30)], Targets(kl=1.0), 12)
+
+
+def test_a_profile_reads_back(tmp_path: Path) -> None:
+    PROFILE.write(tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json") == PROFILE
+    assert PROFILE.policy("layered") == Layered(PROFILE.budgets)
+    assert PROFILE.policy("auto") == Auto(Verified(0.7, 12, Band(1, 2, 0.25), Layered(PROFILE.budgets)))
+    assert PROFILE.policy("none") == NoRecompute()
+    assert PROFILE.policy("layered:1,1,1,1") == Layered((1.0,) * 4)
+
+
+def test_budgets_written_by_hand_that_grow_are_widened_with_a_warning(tmp_path: Path) -> None:
+    replace(PROFILE, budgets=(0.1, 0.5, 0.0, 0.2)).write(tmp_path / "p.json")
+    with pytest.warns(UserWarning, match="budgets grow with depth"):
+        assert read_profile(tmp_path / "p.json").budgets == (0.5, 0.5, 0.2, 0.2)
+    PROFILE.write(tmp_path / "q.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_profile(tmp_path / "q.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"format": "something"}, "is none"),
+        ({"format_version": 2}, "format version 2, this release reads 1"),
+        ({"budgets": [1, 0]}, "budgets has 2 numbers for 4 layers"),
+        ({"budgets": [2, 1, 0, 0]}, "ratio 2.0 is not between 0 and 1"),
+        ({"alone": [1, 2, 3, float("nan")]}, "nan is no number"),
+        ({"tau": -1}, "tau -1.0 is not a divergence"),
+        ({"tau": None}, "float"),
+        ({"probes": 0}, "0 probes"),
+        ({"band": [4, 5, 0.1]}, "a band from layer 4 of 4"),
+        ({"band": [3, 2, 0.1]}, "layers 3 to 2"),
+        ({"band": None}, "NoneType"),
+    ],
+)
+def test_a_damaged_profile_is_named(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(PROFILE.to_dict() | change))
+    with pytest.raises(ConfigError) as caught:
+        read_profile(tmp_path / "p.json")
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"format": "vlcache-profile", "format_version": 1}'])
+def test_what_is_no_profile_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "p.json").write_text(content)
+    with pytest.raises(ConfigError, match="vlcache profile"):
+        read_profile(tmp_path / "p.json")
+    with pytest.raises(ConfigError, match="No such file"):
+        read_profile(tmp_path / "q.json")
+
+
+def test_records_go_on_where_they_were(tmp_path: Path) -> None:
+    records = Records(tmp_path / "r.jsonl", "settings")
+    one = record(
+        "a", "turn", agree=False, moved=1.5, deep=(True, False), bands={"band:1,2,0.15": True}, fronts={"0.1": 0.5}
+    )
+    records.put(one)
+    with (tmp_path / "r.jsonl").open("a") as file:
+        file.write('{"name": "cut o')
+    again = Records(tmp_path / "r.jsonl", "settings")
+    assert again.get("a") == one
+    assert again.get("b") is None
+    with pytest.raises(ConfigError, match="other settings"):
+        Records(tmp_path / "r.jsonl", "others")
+    again.close()
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+SMALL = profiling.Settings(pairs=30, held_out=1, layer_pairs=2, deep_pairs=2, max_new_tokens=2)
+
+
+def run(lab: Lab, out: Path, small: profiling.Settings = SMALL) -> Profile:
+    return profiling.run(small, lab.model, lab.processor, out, Console(file=io.StringIO()))
+
+
+def test_a_run_writes_the_same_profile_twice_also_after_an_interruption(
+    one_lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = run(one_lab, tmp_path / "one.json")
+    assert read_profile(tmp_path / "one.json") == profile
+    assert (profile.layers, profile.pairs, len(profile.alone)) == (LAYERS, 30, LAYERS)
+    # a layer's K/V of layer 0 are what a fresh prefill computes, wherever the picture stands
+    assert profile.alone[0] == pytest.approx(0, abs=1e-5)
+    assert profile.onward[0] >= profile.onward[-1] >= 0
+    assert {path.name for path in tmp_path.iterdir()} == {"one.json", "one.png", "one.svg"}
+
+    measure, done = profiling._Measure.pair, []
+
+    def failing(self: Any, trial: Any, before: Any) -> Any:
+        if len(done) == 12:
+            raise KeyboardInterrupt
+        done.append(trial.name)
+        return measure(self, trial, before)
+
+    monkeypatch.setattr(profiling._Measure, "pair", failing)
+    with pytest.raises(KeyboardInterrupt):
+        run(one_lab, tmp_path / "two.json")
+    assert (tmp_path / "two.pairs.jsonl").exists()
+    with pytest.raises(ConfigError, match="other settings"):
+        run(one_lab, tmp_path / "two.json", replace(SMALL, seed=1))
+    monkeypatch.setattr(profiling._Measure, "pair", measure)
+    run(one_lab, tmp_path / "two.json")
+    assert (tmp_path / "two.json").read_bytes() == (tmp_path / "one.json").read_bytes()
+
+
+def test_a_profile_is_named_or_lies_in_the_models_directory(
+    one_lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = one_lab
+    own = lab.cache()._weights.profile_fingerprint()
+    mine = replace(PROFILE, model=own)
+    mine.write(tmp_path / PROFILE_NAME)
+    PROFILE.write(tmp_path / "other.json")
+    assert lab.cache("auto").policy == Auto()
+    assert lab.cache("auto", profile=str(tmp_path / PROFILE_NAME)).policy == mine.auto()
+    assert lab.cache("layered", profile=str(tmp_path / PROFILE_NAME)).policy == mine.layered()
+    with pytest.raises(ConfigError, match="measured on another model"):
+        lab.cache("auto", profile=str(tmp_path / "other.json"))
+    with pytest.raises(ConfigError, match="needs a ratio per layer"):
+        VLCache(lab.model, lab.processor, "layered")
+    monkeypatch.setattr(lab.model.config, "_name_or_path", str(tmp_path))
+    monkeypatch.setattr(lab.model, "name_or_path", str(tmp_path), raising=False)
+    assert lab.cache("auto").policy == mine.auto()
+    PROFILE.write(tmp_path / PROFILE_NAME)
+    with pytest.warns(UserWarning, match="measured on another model"):
+        assert lab.cache("auto").policy == Auto()
+
+
+def test_auto_takes_a_band_where_the_profile_says_so_and_checks_elsewhere(one_lab: Lab, tmp_path: Path) -> None:
+    lab, picture, other = one_lab, make_picture(10), make_picture(11)
+    profile = replace(PROFILE, at_once=True, budgets=(0.0,) * 4, tau=1e9)
+    with lab.cache(profile.auto()) as cache:
+        cache.prefill(lab.chat("Here.", picture, "q"))
+        cache.prefill(lab.chat("There.", picture, "q"))
+        n = cache.last.spans[0].tokens
+        assert cache.last.verdict.result == "skipped"
+        assert cache.last.spans[0].rows == 2 * n + -(-n // 4)
+        cache.prefill(lab.chat("Here.", picture, "q", system="S"))
+        assert (cache.last.verdict.result, cache.last.spans[0].rows) == ("skipped", 0)
+        cache.prefill(lab.chat("Here.", other, picture, "q"))
+        assert (cache.last.verdict.result, cache.last.spans[1].rows) == ("safe", 12 * LAYERS)
