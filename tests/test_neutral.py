@@ -66,7 +66,10 @@ def test_an_observed_entry_gives_way_to_a_neutral_one(one_lab: Lab) -> None:
 
 
 def test_one_that_lacks_the_policys_checkpoints_is_captured_again(one_lab: Lab) -> None:
-    with one_lab.cache("none") as plain, one_lab.cache(Verified(0.5, 4, Band(1, 2, 0.5)), store=plain.store) as cache:
+    with (
+        one_lab.cache("none") as plain,
+        one_lab.cache(Verified(0.5, 4, repair=Band(1, 2, 0.5)), store=plain.store) as cache,
+    ):
         assert plain.capture([A]) == cache.capture([A]) == 1
         assert cache.capture([A]) == 0
         assert sorted(entries(plain)[0].checkpoints) == [1]

@@ -139,7 +139,7 @@ def test_a_check_decides_where_it_misses_nothing() -> None:
     assert not profile.at_once
     assert profile.band == (1, 2, 0.15)
     assert profile.agreement == 1.0
-    assert profile.auto() == Auto(Verified(profile.tau, 12, Band(1, 2, 0.15)))
+    assert profile.auto() == Auto(Verified(profile.tau, 12, repair=Band(1, 2, 0.15)))
 
 
 def test_the_band_comes_at_once_where_a_check_is_blind() -> None:
@@ -166,7 +166,7 @@ def test_a_profile_reads_back(tmp_path: Path) -> None:
     PROFILE.write(tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == PROFILE
     assert PROFILE.policy("layered") == Layered(PROFILE.budgets)
-    assert PROFILE.policy("auto") == Auto(Verified(0.7, 12, Band(1, 2, 0.25), Layered(PROFILE.budgets)))
+    assert PROFILE.policy("auto") == Auto(Verified(0.7, 12, repair=Band(1, 2, 0.25), base=Layered(PROFILE.budgets)))
     assert PROFILE.policy("none") == NoRecompute()
     assert PROFILE.policy("layered:1,1,1,1") == Layered((1.0,) * 4)
 

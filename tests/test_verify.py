@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +55,7 @@ def captured(lab: Lab, cache: VLCache, chat: Any) -> tuple[Recording, list[tuple
     return record(lab.model, inputs), picture_runs(lab.model, inputs)
 
 
-def most_attended(lab: Lab, inputs: Any, reused: list[Reused], probes: int) -> list[int]:
+def most_attended(lab: Lab, inputs: Any, reused: list[Reused], probes: int, but: Collection[int] = ()) -> list[int]:
     """By eager attention of the last rows in layers 2 and 3, on the cached K/V of `reused`."""
     seen: list[Tensor] = []
     lab.model.set_attn_implementation("eager")
@@ -68,7 +69,7 @@ def most_attended(lab: Lab, inputs: Any, reused: list[Reused], probes: int) -> l
     rows = [weights.mean(0)[tail:] for weights in seen[2:]]
     rows[-1] = rows[-1][-1:]  # in the last layer there is no other
     paid = sum(its[-1] + its.mean(0) for its in rows)
-    inside = [i for r in reused for i in range(r.start, r.start + r.length)]
+    inside = [i for r in reused for i in range(r.start, r.start + r.length) if i not in but]
     return sorted(sorted(inside, key=lambda i: -float(paid[i]))[:probes])
 
 
@@ -79,7 +80,7 @@ def sets(*layers: set[int]) -> list[set[int]]:
 def test_an_answer_that_stays_stands(lab: Lab, close: Any) -> None:
     """The check's tokens are those attended to most; what it computes is what a reference computes of just them."""
     second = lab.chat("Look at this.", A, "What is shown?", system="S")
-    with lab.cache(WholeTail(Verified(ALWAYS, 5))) as cache:
+    with lab.cache(WholeTail(Verified(ALWAYS, 5, 1))) as cache:
         recording, ((at, n),) = captured(lab, cache, lab.chat("Here.", A, "q"))
         ours = filled(cache.prefill(second))
         inputs = lab.inputs(second)
@@ -100,7 +101,7 @@ def test_an_answer_that_stays_stands(lab: Lab, close: Any) -> None:
 def test_an_answer_that_moves_is_computed_again_exactly(lab: Lab, close: Any) -> None:
     second = lab.chat("Look at this.", A, "What is shown?", system="S")
     plain = lab.model.generate(**lab.inputs(second), max_new_tokens=16, min_new_tokens=16)
-    with lab.cache(Verified(NEVER, 5)) as cache:
+    with lab.cache(Verified(NEVER, 5, 1)) as cache:
         cache.prefill(lab.chat("Here.", A, "q"))
         check_equal(close, filled(cache.prefill(second)), replay(lab.model, lab.inputs(second), []))
         assert cache.last.verdict.result == "recomputed"
@@ -115,13 +116,13 @@ def test_an_answer_that_moves_is_computed_again_exactly(lab: Lab, close: Any) ->
 
 def test_recomputed_kv_are_exact_and_serve_as_a_prefix(one_lab: Lab) -> None:
     second = one_lab.chat("Look at this.", A, "What is shown?", system="S")
-    with one_lab.cache(Verified(NEVER, 5), prefix_cache=True) as cache:
+    with one_lab.cache(Verified(NEVER, 5, 1), prefix_cache=True) as cache:
         cache.prefill(one_lab.chat("Here.", A, "q"))
         cache.prefill(second)
         assert cache.last.verdict.result == "recomputed"
         cache.prefill(second)
         assert [span.outcome for span in cache.last.spans] == ["prefix"]
-    with one_lab.cache(Verified(ALWAYS, 5), prefix_cache=True) as cache:
+    with one_lab.cache(Verified(ALWAYS, 5, 1), prefix_cache=True) as cache:
         cache.prefill(one_lab.chat("Here.", A, "q"))
         cache.prefill(second)
         assert cache.last.verdict.result == "safe"
@@ -133,7 +134,7 @@ def test_a_repair_is_its_band_and_the_text_behind_it(lab: Lab, close: Any) -> No
     """A tau between what the check and what the repair move leads through all stages of that case."""
     second = lab.chat("Look at this.", A, "What is shown?", system="S")
     band = Band(1, 9, 1.0)
-    with lab.cache(Verified(NEVER, 5, band)) as cache:
+    with lab.cache(Verified(NEVER, 5, 1, band)) as cache:
         recording, ((at, n),) = captured(lab, cache, lab.chat("Here.", A, "q"))
         cache.prefill(second)
         probed, repaired, _ = cache.last.verdict.moved
@@ -143,13 +144,52 @@ def test_a_repair_is_its_band_and_the_text_behind_it(lab: Lab, close: Any) -> No
         for tau, result in (((probed + repaired) / 2, "repaired"), (2 * max(probed, repaired), "safe")):
             if result == "repaired" and repaired >= probed:
                 continue
-            logits, keys, values = filled(cache.prefill(second, policy=Verified(tau, 5, band)))
+            logits, keys, values = filled(cache.prefill(second, policy=Verified(tau, 5, 1, band)))
             assert cache.last.verdict.result == result
             if result == "repaired":
                 close(logits, expected[0], 1e-4)
                 for layer in range(1, LAYERS):
                     close(keys[layer], expected[1][layer], 1e-4)
                     close(values[layer], expected[2][layer], 1e-4)
+
+
+def test_a_moving_answer_is_looked_at_again(lab: Lab, close: Any) -> None:
+    """Each look doubles what is fresh, of the tokens attended to then; the last one's result is the reference's."""
+    second = lab.chat("Look at this.", A, "What is shown?", system="S")
+    with lab.cache(WholeTail(Verified(NEVER, 3, 3))) as cache:
+        recording, ((at, n),) = captured(lab, cache, lab.chat("Here.", A, "q"))
+        cache.prefill(second)
+        assert cache.last.verdict.result == "recomputed"
+        assert len(cache.last.verdict.moved) == 4
+        assert len(cache.last.verdict.looked_at) == 12
+        assert cache.last.spans[0].rows == (12 + n) * LAYERS
+        inputs = lab.inputs(second)
+        ((start, _),) = picture_runs(lab.model, inputs)
+        naive = [Reused(start, n, recording, at, sets(set()))]
+        one = most_attended(lab, inputs, naive, 3)
+        fresh = [replace(naive[0], computed=sets({i - start for i in one}))]
+        two = sorted({*one, *most_attended(lab, inputs, fresh, 3, but=one)})
+        cache.prefill(second, policy=WholeTail(Verified(NEVER, 3, 2)))
+        assert list(cache.last.verdict.looked_at) == two
+
+
+def test_an_answer_that_settles_at_a_later_look_is_repaired(one_lab: Lab) -> None:
+    """Of many pictures some do; a tau between what the first and what the second look moved ends it there."""
+    settled = 0
+    for seed in range(20, 32):
+        picture = make_picture(seed)
+        with one_lab.cache(Verified(NEVER, 3, 2)) as cache:
+            cache.prefill(one_lab.chat("Here.", picture, "q"))
+            chat = one_lab.chat("Look at this.", picture, "What is shown?")
+            cache.prefill(chat)
+            first, again, _ = cache.last.verdict.moved
+            if again < first:
+                cache.prefill(chat, policy=Verified((first + again) / 2, 3, 2))
+                assert cache.last.verdict.result == "repaired"
+                assert cache.last.verdict.moved == pytest.approx((first, again))
+                assert cache.last.spans[0].rows == 6 * LAYERS
+                settled += 1
+    assert settled > 0
 
 
 def stages(lab: Lab, policy: Any, first: Any, second: Any, **options: Any) -> tuple[str, list[int]]:
@@ -160,7 +200,7 @@ def stages(lab: Lab, policy: Any, first: Any, second: Any, **options: Any) -> tu
 
 
 def test_what_is_checked_is_what_may_have_been_read_into_the_picture(one_lab: Lab) -> None:
-    lab, policy = one_lab, Verified(ALWAYS, 5)
+    lab, policy = one_lab, Verified(ALWAYS, 5, 1)
     first = lab.chat("Here.", A, "q")
     turns = [*lab.chat(B, "what?"), {"role": "assistant", "content": "a thing"}]
     later = [*turns, lab.chat("Here.", A, "what?")[1]]
@@ -175,7 +215,7 @@ def test_what_is_checked_is_what_may_have_been_read_into_the_picture(one_lab: La
 
 def test_only_the_suspicious_picture_is_checked_and_all_behind_it_is_recomputed(one_lab: Lab) -> None:
     lab = one_lab
-    with lab.cache(Verified(ALWAYS, 5)) as cache:
+    with lab.cache(Verified(ALWAYS, 5, 1)) as cache:
         first = [*lab.chat(A, "q"), {"role": "assistant", "content": "a"}, lab.chat("Here.", B, "q")[1]]
         cache.prefill(first)
         second = [*lab.chat(A, "q", system="S"), {"role": "assistant", "content": "a"}, lab.chat("There.", B, "q")[1]]
@@ -184,13 +224,13 @@ def test_only_the_suspicious_picture_is_checked_and_all_behind_it_is_recomputed(
         assert cache.last.verdict.result == "safe"
         assert (a.rows, b.rows) == (0, 5 * LAYERS)
         assert all(b.start <= i < b.start + b.tokens for i in cache.last.verdict.looked_at)
-        cache.prefill(second, policy=Verified(NEVER, 5))
+        cache.prefill(second, policy=Verified(NEVER, 5, 1))
         (a, b) = cache.last.spans
         assert (a.rows, b.rows) == (0, (5 + b.tokens) * LAYERS)
 
 
 def test_pictures_of_the_turn_that_changed_are_not_repaired_in_part(one_lab: Lab) -> None:
-    policy = Verified(NEVER, 5, Band(1, 2, 0.25))
+    policy = Verified(NEVER, 5, 1, Band(1, 2, 0.25))
     result, rows = stages(one_lab, policy, one_lab.chat(A, B, "q"), one_lab.chat(B, A, "q"))
     assert result == "recomputed"
     with one_lab.cache(policy) as cache:
@@ -204,17 +244,17 @@ def test_an_entry_without_the_checkpoint_is_repaired_from_the_first_layer(one_la
     first, second = lab.chat("Here.", A, "q"), lab.chat("There.", A, "what?")
     with lab.cache("none") as cache:
         cache.prefill(first)
-        cache.prefill(second, policy=Verified(NEVER, 5, band))
+        cache.prefill(second, policy=Verified(NEVER, 5, 1, band))
         n = cache.last.spans[0].tokens
         assert cache.last.spans[0].rows == (5 + 2 * n) * LAYERS
-    result, (rows,) = stages(lab, Verified(NEVER, 5, band), first, second)
+    result, (rows,) = stages(lab, Verified(NEVER, 5, 1, band), first, second)
     assert (result, rows) == ("recomputed", 5 * LAYERS + 2 * n + n * LAYERS)
 
 
 @pytest.mark.parametrize("base", [Prefix(0.25), Prefix(1)])
 def test_another_rule_may_come_first(lab: Lab, close: Any, base: Prefix) -> None:
     second = lab.chat("Look at this.", A, "What is shown?", system="S")
-    with lab.cache(Verified(NEVER, 5, base=base)) as cache:
+    with lab.cache(Verified(NEVER, 5, 1, base=base)) as cache:
         cache.prefill(lab.chat("Here.", A, "q"))
         check_equal(close, filled(cache.prefill(second)), replay(lab.model, lab.inputs(second), []))
         assert cache.last.verdict.result == ("skipped" if base.ratio == 1 else "recomputed")
@@ -224,7 +264,7 @@ def test_a_picture_that_ends_the_prompt(lab: Lab, close: Any) -> None:
     """The answering row is then one of the picture's own."""
     first, second = bare(lab, "an earlier prompt", A, "q"), bare(lab, "look at this", A, "")
     for tau, result in ((ALWAYS, "safe"), (NEVER, "recomputed")):
-        with lab.cache(Verified(tau, 5)) as cache:
+        with lab.cache(Verified(tau, 5, 1)) as cache:
             cache.prefill(first)
             logits, _, _ = filled(cache.prefill(second))
             assert cache.last.verdict.result == result
@@ -234,7 +274,7 @@ def test_a_picture_that_ends_the_prompt(lab: Lab, close: Any) -> None:
 def test_scores_are_those_of_the_prompt_that_is_generated_from(one_lab: Lab, close: Any) -> None:
     """Side by side with other rules and questions as alone, and the first row as a prefill has it."""
     lab = one_lab
-    policies = ["none", Verified(ALWAYS, 5), Verified(NEVER, 5), Verified(NEVER, 5, Band(1, 2, 0.5)), "full"]
+    policies = ["none", Verified(ALWAYS, 5, 1), Verified(NEVER, 5, 1), Verified(NEVER, 5, 1, Band(1, 2, 0.5)), "full"]
     chats = [lab.chat("There.", A, "and", B, text) for text in ("What is shown?", "Which is larger?")]
     with lab.cache("none", checkpoint_layers=(1,)) as cache:
         cache.prefill(lab.chat("Here.", A, "and", B, "q"))
@@ -255,7 +295,7 @@ def test_scores_are_those_of_the_prompt_that_is_generated_from(one_lab: Lab, clo
 def test_a_decoded_answer_goes_on_from_what_was_checked(one_lab: Lab) -> None:
     lab = one_lab
     chat = lab.chat("There.", A, "What is shown?")
-    with lab.cache(Verified(ALWAYS, 5)) as cache:
+    with lab.cache(Verified(ALWAYS, 5, 1)) as cache:
         cache.prefill(lab.chat("Here.", A, "q"))
         out = cache.prefill(chat)
         start = out["input_ids"].shape[1]

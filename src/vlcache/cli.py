@@ -266,6 +266,26 @@ def accuracy(out: Path | None, **options: Any) -> None:
         sys.exit(1)
 
 
+@bench.command()
+@click.option("--items", default=8, show_default=True, type=click.IntRange(1), help="Pairs for each change.")
+@click.option("--changes", type=_List(), help="What differs before the picture; default system,turn,question,legend.")
+@_MODEL
+@click.option("--seed", default=0, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for figures and the plot.")
+@click.option("--dtype", default="auto", show_default=True, type=_DType("auto"))
+@_DEVICE
+def error(model: str, dtype: str, device: str, out: Path | None, **options: Any) -> None:
+    """What reused tokens are off by, what they hand on to later ones, and what repairing buys."""
+    from rich.console import Console
+
+    from vlcache.bench.error_run import Settings, run
+
+    settings = Settings(**{name: value for name, value in options.items() if value is not None})
+    loaded, processor = _load(model, dtype, device, quiet=False)
+    out = out or Path("bench-error", time.strftime("%Y%m%d-%H%M%S"))
+    click.echo(json.dumps(run(settings, loaded, processor, out, Console(soft_wrap=True))))
+
+
 def _load(model: str, dtype: str, device: str, quiet: bool) -> tuple[Any, Any]:
     from transformers.utils import logging
 

@@ -100,6 +100,10 @@ class Gaze:
         self._first = first_layer
         self.paid: Tensor | None = None
 
+    def again(self) -> Gaze:
+        """One that has seen nothing yet."""
+        return Gaze(self._rows, self._first)
+
     def see(self, layer: int, queries: Tensor, keys: Tensor, rows: Ranges) -> None:
         """Take one layer in.
 

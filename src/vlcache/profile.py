@@ -90,7 +90,7 @@ class Profile:
         band = Band(*self.band)
         if self.at_once:
             return Auto(Verified(self.tau, self.probes, base=base), band)
-        return Auto(Verified(self.tau, self.probes, band, base))
+        return Auto(Verified(self.tau, self.probes, repair=band, base=base))
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")

@@ -1,11 +1,12 @@
 """Reuse that verifies itself: fill a prompt on cached K/V, look where the answer looks, and compute just that afresh.
 
-    fill      every text row on cached K/V; remember which of the pictures' tokens the answering row attends to
-    check     compute the most attended tokens afresh from layer 0 on, and the last text rows once more
-              the answer stays: reuse was safe. It moves: it was not
-    repair    where only text of the turn differs: the pictures' tokens in a band of layers, and the text behind them
-              from that band on; the answer has to be that of the check, or settled by it
-    recompute everything behind the first suspicious picture. The encoder's output is reused in every case
+    fill        every text row on cached K/V; remember which of the pictures' tokens the last rows attend to
+    check       compute the most attended tokens afresh from layer 0 on, and the last text rows once more
+                the answer stays: reuse was safe. It moves: it was not
+    look again  at what the rows attend to now: as many tokens more as are fresh, until the answer stays
+    repair      where only text of the turn differs: the pictures' tokens in a band of layers, and the text behind them
+                from that band on, if the answer stays
+    recompute   everything behind the first suspicious picture. The encoder's output is reused in every case
 
 Checks run where what stands before a picture may have changed what was read into it, see `vlcache.context`. A check is
 one pass over few rows, about a decode step.
@@ -40,9 +41,9 @@ class Verdict:
     result : {"skipped", "safe", "repaired", "recomputed"}
         `skipped`: nothing before the pictures was suspicious.
     moved : tuple of float
-        How far the answering row's distribution moved at the check, and behind the repair: KL, nats.
+        How far the answering row's distribution moved with each pass behind the first: KL, nats.
     looked_at : tuple of int
-        Prompt indices of the tokens that were checked.
+        Prompt indices of the tokens that were computed afresh to see.
     """
 
     result: Result = "skipped"
@@ -111,6 +112,7 @@ class _Case:
 
     def note(self, plan: Plan, answer: Tensor) -> None:
         """A pass was carried out."""
+        self.job.adapter.follow_attention(None)
         if self.answers:
             self.moved.append(divergence(answer[0], self.answers[-1][0]))
         self.passes.append(plan)
@@ -143,8 +145,6 @@ def checked_prefill(jobs: Sequence[Job], run: Run, logits: Logits) -> list[Done]
     filling = [_watched(job, cases.get(number)) for number, job in enumerate(jobs)]
     filled = selective_prefill(filling, run(range(len(jobs))))
     answers = logits([hidden for _, hidden in filled])
-    for job in filling:
-        job.adapter.follow_attention(None)
     done = []
     for (plan, _), answer, job in zip(filled, answers, jobs, strict=True):
         checked = job.policy is not None and job.policy.check is not None
@@ -152,7 +152,8 @@ def checked_prefill(jobs: Sequence[Job], run: Run, logits: Logits) -> list[Done]
     for number, case in cases.items():
         case.note(filled[number][0], answers[number])
     going = dict(cases)
-    for stage in _STAGES:
+    looks = max((case.check.looks for case in cases.values()), default=0)
+    for stage in (*[_probe] * looks, _repair, _recompute):
         made = {number: stage(case) for number, case in going.items()}
         work = {number: job for number, job in made.items() if job is not None}
         for some in _alike(work):
@@ -209,13 +210,22 @@ def _repair_plan(plan: Plan, check: Check, suspects: tuple[SpanPlan, ...]) -> Pl
     return replace(made, spans=spans, first=first)
 
 
-def _probe(case: _Case) -> Job:
-    """The tokens of suspicious spans that the answering row attends to most, and the rows whose logits are wanted."""
+def _probe(case: _Case) -> Job | None:
+    """The tokens of suspicious spans that the last rows attend to most and that are not fresh yet, and the last text
+    rows; None after so many looks, or where all are fresh."""
+    done = len(case.answers) - 1
+    if done == case.check.looks:
+        return None
     assert case.gaze.paid is not None
     plan, paid = case.passes[0], case.gaze.paid
-    inside = [i for s in case.suspects for i in range(s.span.start, s.span.stop) if i < len(paid)]
-    ranked = sorted(inside, key=lambda i: -float(paid[i]))[: case.check.probes]
-    case.looked_at = tuple(sorted(ranked))
+    stale = [i for s in case.suspects for i in range(s.span.start, s.span.stop) if i < len(paid)]
+    stale = [i for i in stale if i not in set(case.looked_at)]
+    ranked = sorted(stale, key=lambda i: -float(paid[i]))[: case.check.probes * max(1, 2 ** (done - 1))]
+    if not ranked:
+        return None
+    case.looked_at = tuple(sorted((*case.looked_at, *ranked)))
+    case.gaze = case.gaze.again()
+    case.job.adapter.follow_attention(case.gaze)
     rows = union(normal((i, i + 1) for i in ranked), plan.want)
     spans = tuple(
         replace(s, rows=(shift(intersect(rows, ((s.span.start, s.span.stop),)), -s.span.start),) * plan.layers)
@@ -262,11 +272,8 @@ def _judge(case: _Case, stage: Callable[[_Case], Job | None]) -> Result | None:
     if stage is _recompute:
         return "recomputed"
     if case.moved[-1] <= case.check.tau:
-        return "safe" if stage is _probe else "repaired"
+        return "safe" if len(case.moved) == 1 else "repaired"
     return None
-
-
-_STAGES: tuple[Callable[[_Case], Job | None], ...] = (_probe, _repair, _recompute)
 
 
 def _alike(work: dict[int, Job]) -> Iterable[list[int]]:

@@ -21,7 +21,7 @@ from vlcache.types import Span
 
 __all__ = ["Auto"]
 
-_CAUTIOUS = Verified(tau=0.5, probes=16, base=Prefix(0.02))
+_CAUTIOUS = Verified(tau=0.2, probes=12, base=Prefix(0.02))
 
 
 @dataclass(frozen=True, slots=True)

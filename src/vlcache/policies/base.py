@@ -64,6 +64,9 @@ class Check:
         Largest movement of the answering row's distribution that counts as none: KL, nats.
     probes : int
         Tokens that are computed afresh to see.
+    looks : int
+        How often, at most. Each further look doubles what has been computed afresh, of the tokens that are attended to
+        then.
     suspects : tuple of {"pictures", "turn", "neighbours"}
         What has to differ before a picture for it to be checked, see `vlcache.context`.
     repair : Policy, optional
@@ -77,6 +80,7 @@ class Check:
 
     tau: float
     probes: int
+    looks: int
     suspects: tuple[Changed, ...]
     repair: Policy | None = None
     follow: float = 0.5

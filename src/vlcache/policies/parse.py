@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 
 from vlcache.errors import ConfigError
 from vlcache.policies.auto import Auto
@@ -99,14 +100,19 @@ def _band(argument: str | None) -> Policy:
 
 
 def _verified(argument: str | None) -> Policy:
-    numbers = _numbers(argument, "verified") if argument is not None else ()
-    if len(numbers) not in (2, 5) or not all(number.is_integer() for number in numbers[1:4]):
+    own, slash, base = (argument or "").partition("/")
+    numbers = _numbers(own, "verified") if own else ()
+    if len(numbers) not in (2, 3, 6) or not all(number.is_integer() for number in numbers[1:5]):
         raise ConfigError(
-            f"policy verified: {argument!r} is not a divergence and a number of tokens, with or without a band; write "
-            "verified:0.7,12 or verified:0.7,12,8,20,0.25"
+            f"policy verified: {argument!r} is not a divergence and a number of tokens, then maybe a number of looks, "
+            "a band, and behind a slash another rule; write verified:0.3,12 or verified:0.3,12,3,8,20,0.25 or "
+            "verified:0.3,12/prefix:0.02"
         )
-    band = Band(int(numbers[2]), int(numbers[3]), numbers[4]) if numbers[2:] else None
-    return Verified(numbers[0], int(numbers[1]), band)
+    band = Band(int(numbers[3]), int(numbers[4]), numbers[5]) if numbers[3:] else None
+    verified = Verified(numbers[0], int(numbers[1]), repair=band)
+    if numbers[2:]:
+        verified = replace(verified, looks=int(numbers[2]))
+    return replace(verified, base=parse_policy(base)) if slash else verified
 
 
 POLICIES: dict[str, Callable[[str | None], Policy]] = {

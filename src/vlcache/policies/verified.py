@@ -5,7 +5,8 @@ A picture keeps what it was read for: a question, a legend, a picture that is a 
 system prompt moves as well. What the answer does when exactly those tokens are computed afresh does tell.
 
     base        the rule by which the picture is reused at first
-    check       one pass over the tokens that the answering row attends to most, and over the text that ends the prompt
+    check       one pass over the tokens that the last rows attend to most, and over the text that ends the prompt
+    look again  where the answer moved: as many more tokens, until it stays
     repair      a band of deep layers, where nothing but text of the turn differs
     recompute   everything from the first suspicious picture on, where that did not settle it
 
@@ -29,12 +30,14 @@ from vlcache.types import Span
 __all__ = ["Verified"]
 
 _NAIVE = NoRecompute()
+_LOOKS = 3
 SUSPICIOUS: tuple[Changed, ...] = ("pictures", "turn", "neighbours")
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """`verified:0.7,12` or, with a band to repair, `verified:0.7,12,8,20,0.25`.
+    """`verified:0.3,12`, with the number of looks `verified:0.3,12,3`, with a band to repair
+    `verified:0.3,12,3,8,20,0.25`, on top of another rule `verified:0.3,12/prefix:0.02`.
 
     Attributes
     ----------
@@ -42,6 +45,8 @@ class Verified:
         Largest movement of the answering row's distribution that counts as none: KL, nats.
     probes : int
         Tokens that are computed afresh to see.
+    looks : int
+        How often at most; each doubles the tokens.
     repair : Band, optional
         Tried before everything is recomputed, where nothing but text of the picture's own turn differs.
     base : Policy
@@ -50,21 +55,27 @@ class Verified:
 
     tau: float
     probes: int
+    looks: int = _LOOKS
     repair: Band | None = None
     base: Policy = _NAIVE
 
     def __post_init__(self) -> None:
         if not 0 <= self.tau < float("inf"):
-            raise ConfigError(f"policy verified: tau {self.tau} is not a divergence; give nats, 0.7")
-        if self.probes < 1:
-            raise ConfigError(f"policy verified: {self.probes} probes show nothing; give 1 or more, 12")
+            raise ConfigError(f"policy verified: tau {self.tau} is not a divergence; give nats, 0.3")
+        for name in ("probes", "looks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"policy verified: {getattr(self, name)} {name} show nothing; give 1 or more")
         if self.base.check is not None:
             raise ConfigError(f"policy verified: {self.base.name} is verified already; give a rule that is not")
 
     @property
     def name(self) -> str:
-        band = self.repair.name.removeprefix("band:") if self.repair is not None else ""
-        return f"verified:{written(self.tau)},{self.probes}" + (f",{band}" if band else "")
+        numbers = [written(self.tau), str(self.probes)]
+        if self.looks != _LOOKS or self.repair is not None:
+            numbers.append(str(self.looks))
+        if self.repair is not None:
+            numbers.append(self.repair.name.removeprefix("band:"))
+        return "verified:" + ",".join(numbers) + (f"/{self.base.name}" if self.base != _NAIVE else "")
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
@@ -73,7 +84,7 @@ class Verified:
 
     @property
     def check(self) -> Check:
-        return Check(self.tau, self.probes, SUSPICIOUS, self.repair)
+        return Check(self.tau, self.probes, self.looks, SUSPICIOUS, self.repair)
 
     def look(self, layers: int) -> Look | None:
         return self.base.look(layers)
