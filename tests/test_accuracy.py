@@ -17,7 +17,7 @@ from conftest import Lab, make_picture
 from evalmodel.contexts import changes_of
 from evalmodel.questions import ASKED_AGAIN
 from vlcache import ConfigError, VLCacheError
-from vlcache.bench.accuracy import Outcome, Runner, sweep
+from vlcache.bench.accuracy import Outcome, Runner, peers_sweep, sweep
 from vlcache.bench.checkpoints import TINY, save_checkpoint
 from vlcache.bench.tally import ALL, enough, tally
 from vlcache.bench.tileworld import find_model, tileworld_plan, tileworld_trial
@@ -80,8 +80,8 @@ def test_the_same_context_loses_nothing(one_lab: Lab) -> None:
 
 
 def test_a_sweep_has_every_registered_policy() -> None:
-    assert {policy.partition(":")[0] for policy in sweep(4)} == set(POLICIES)
-    assert all(parse_policy(policy).name == policy for policy in sweep(30))
+    assert {policy.partition(":")[0] for policy in peers_sweep(4)} == set(POLICIES)
+    assert all(parse_policy(policy).name == policy for policy in (*sweep(30), *peers_sweep(30)))
 
 
 def test_a_picture_is_captured_anew_in_another_context(one_lab: Lab) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vlcache import VLCache
 from vlcache.measure import divergence
-from vlcache.policies import Band, Check, Evidence, Look, Prefix, Rule, Verified
+from vlcache.policies import Band, Check, Evidence, Look, Prefix, Repair, Rule, Verified
 from vlcache.ranges import Ranges
 from vlcache.types import Span
 
@@ -162,7 +162,7 @@ def test_a_moving_answer_is_looked_at_again(lab: Lab, close: Any) -> None:
         assert cache.last.verdict.result == "recomputed"
         assert len(cache.last.verdict.moved) == 4
         assert len(cache.last.verdict.looked_at) == 12
-        assert cache.last.spans[0].rows == (12 + n) * LAYERS
+        assert cache.last.spans[0].rows == (3 + 6 + 12 + n) * LAYERS
         inputs = lab.inputs(second)
         ((start, _),) = picture_runs(lab.model, inputs)
         naive = [Reused(start, n, recording, at, sets(set()))]
@@ -187,9 +187,32 @@ def test_an_answer_that_settles_at_a_later_look_is_repaired(one_lab: Lab) -> Non
                 cache.prefill(chat, policy=Verified((first + again) / 2, 3, 2))
                 assert cache.last.verdict.result == "repaired"
                 assert cache.last.verdict.moved == pytest.approx((first, again))
-                assert cache.last.spans[0].rows == 6 * LAYERS
+                assert cache.last.spans[0].rows == (3 + 6) * LAYERS
                 settled += 1
     assert settled > 0
+
+
+def test_a_front_is_repaired_until_a_block_agrees(lab: Lab, close: Any) -> None:
+    """eps 0: every block, and so everything; an eps that all keep: the first block. Deviations are the reference's."""
+    second = lab.chat("Look at this.", A, "What is shown?", system="S")
+    with lab.cache(Repair(0.0, 5)) as cache:
+        recording, ((at, n),) = captured(lab, cache, lab.chat("Here.", A, "q"))
+        inputs = lab.inputs(second)
+        ((start, _),) = picture_runs(lab.model, inputs)
+        check_equal(close, filled(cache.prefill(second)), replay(lab.model, inputs, []))
+        deviations = cache.last.verdict.moved
+        assert len(deviations) == -(-n // 5)
+        assert cache.last.spans[0].rows == n * LAYERS
+        _, _, values = replay(lab.model, inputs, [Reused(start, n, recording, at, sets(set(range(5))))])
+        expected = []
+        for layer in range(LAYERS // 2, LAYERS):
+            fresh = values[layer][:, start : start + 5].transpose(0, 1).flatten(1)
+            cached = recording.values[layer][at : at + 5].flatten(1)
+            expected.append(((fresh - cached).norm(dim=1) / cached.norm(dim=1)).mean())
+        assert deviations[0] == pytest.approx(float(torch.stack(expected).mean()), rel=1e-3)
+        ours = filled(cache.prefill(second, policy=Repair(max(deviations) * 1.01, 5)))
+        assert cache.last.spans[0].rows == 5 * LAYERS
+        check_equal(close, ours, replay(lab.model, inputs, [Reused(start, n, recording, at, sets(set(range(5))))]))
 
 
 def stages(lab: Lab, policy: Any, first: Any, second: Any, **options: Any) -> tuple[str, list[int]]:

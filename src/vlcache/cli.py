@@ -221,7 +221,9 @@ class _List(click.ParamType):  # type: ignore[type-arg]
 
 @bench.command()
 @click.option("--items", default=100, show_default=True, type=click.IntRange(1), help="Items a family, or rows.")
-@click.option("--policies", type=_List(), help="none,prefix:0.02,... Default: a sweep of ratios.")
+@click.option(
+    "--policies", type=_List(), help="none,prefix:0.02,..., or peers: every rule at like shares. Default: a sweep."
+)
 @click.option("--families", type=_List(), help="Kinds of question; default all.")
 @click.option("--changes", type=_List(), help="What differs before the picture; default all.")
 @_MODEL
@@ -246,6 +248,7 @@ class _List(click.ParamType):  # type: ignore[type-arg]
     type=click.Choice(["observed", "neutral"]),
     help="Pictures by a trial's own prompts, or behind the chat template's opening.",
 )
+@click.option("--profile", default="", metavar="FILE", help="The model's profile; default the one in its directory.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for predictions, metrics, plots.")
 @click.option("--dtype", default="auto", show_default=True, type=_DType("auto"))
 @_DEVICE
@@ -264,6 +267,24 @@ def accuracy(out: Path | None, **options: Any) -> None:
     if result["skipped_share"] > MOST_SKIPPED or result["skipped_files"]:
         click.echo(f"vlcache: {result['skipped']} rows of the data were skipped, over {MOST_SKIPPED:.0%}", err=True)
         sys.exit(1)
+
+
+@bench.command()
+@click.option("--shape", default="qwen2.5-vl-3b", show_default=True, help="As for ttft.")
+@click.option("--image-tokens", default=1008, show_default=True, type=click.IntRange(4))
+@click.option("--text-tokens", default=40, show_default=True, type=click.IntRange(1))
+@click.option("--probes", default=12, show_default=True, type=click.IntRange(1), help="Tokens that a check computes.")
+@click.option("--runs", default=15, show_default=True, type=click.IntRange(1))
+@click.option("--warmups", default=2, show_default=True, type=click.IntRange(0))
+@click.option("--dtype", default="bfloat16", show_default=True, type=_DType())
+@_DEVICE
+def check(**options: Any) -> None:
+    """What verifying a hit costs, in steps of decoding."""
+    from vlcache.bench.check import Settings, run
+    from vlcache.engines.transformers.load import check_device
+
+    check_device(options["device"])
+    click.echo(json.dumps(run(Settings(**options))))
 
 
 @bench.command()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vlcache.ranges import Ranges, indices, intersect, normal, places
 
-__all__ = ["Gaze", "attention_paid", "divergence", "moved_attention", "moved_values"]
+__all__ = ["Gaze", "attention_paid", "divergence", "moved_attention", "moved_values", "preference"]
 
 
 # Attention weights of so many rows are held at a time
@@ -21,6 +21,14 @@ def divergence(logits: Tensor, before: Tensor) -> float:
     """How far a distribution over the vocabulary moved: KL of the new from the old one, nats; `[vocabulary]` both."""
     new, old = logits.float().log_softmax(-1), before.float().log_softmax(-1)
     return max(0.0, float((new.exp() * (new - old)).sum()))
+
+
+def preference(logits: Tensor, before: Tensor) -> float:
+    """By how much a distribution prefers another token to the first choice of the one before, difference of
+    log-probabilities; `[vocabulary]` both. Negative where the choice is the same."""
+    new, old = logits.float().log_softmax(-1), int(before.argmax())
+    others = torch.cat((new[:old], new[old + 1 :]))
+    return float(others.max() - new[old])
 
 
 def moved_values(fresh: Tensor, cached: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     fill        every text row on cached K/V; remember which of the pictures' tokens the last rows attend to
     check       compute the most attended tokens afresh from layer 0 on, and the last text rows once more
                 the answer stays: reuse was safe. It moves: it was not
-    look again  at what the rows attend to now: as many tokens more as are fresh, until the answer stays
+    look again  at what the rows attend to now: twice as many tokens, all of them afresh, until the answer stays
     repair      where only text of the turn differs: the pictures' tokens in a band of layers, and the text behind them
                 from that band on, if the answer stays
     recompute   everything behind the first suspicious picture. The encoder's output is reused in every case
@@ -14,18 +14,20 @@ one pass over few rows, about a decode step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from vlcache.measure import Gaze, divergence
+from vlcache.measure import Gaze, divergence, moved_values, preference
 from vlcache.plan import LayerStep, Plan, SpanPlan, make_plan
 from vlcache.policies.base import Check, Policy
 from vlcache.policies.full import Full
 from vlcache.prefill import Job, RunLayer, selective_prefill, take
 from vlcache.ranges import Ranges, count, intersect, normal, places, shift, subtract, union
+from vlcache.types import Span
 
 __all__ = ["Done", "Verdict", "checked_prefill"]
 
@@ -42,12 +44,16 @@ class Verdict:
         `skipped`: nothing before the pictures was suspicious.
     moved : tuple of float
         How far the answering row's distribution moved with each pass behind the first: KL, nats.
+    against : float
+        By how much the last pass prefers another first token to the one that naive reuse gives: difference of
+        log-probabilities, negative where it keeps that token.
     looked_at : tuple of int
         Prompt indices of the tokens that were computed afresh to see.
     """
 
     result: Result = "skipped"
     moved: tuple[float, ...] = ()
+    against: float = 0.0
     looked_at: tuple[int, ...] = ()
 
 
@@ -113,19 +119,24 @@ class _Case:
     def note(self, plan: Plan, answer: Tensor) -> None:
         """A pass was carried out."""
         self.job.adapter.follow_attention(None)
+        self.passes.append(plan)
+        if not len(answer):
+            return
         if self.answers:
             self.moved.append(divergence(answer[0], self.answers[-1][0]))
-        self.passes.append(plan)
         self.answers.append(answer)
 
     def close(self, result: Result, exact_until: int) -> Done:
         if result == "recomputed":  # of what stands before, as the first pass left it
             before = (s.span.start for s in self.passes[0].spans if s.span.start < self.begin and not s.exact)
             exact_until = min(before, default=self.passes[0].end)
-        return Done(
-            tuple(self.passes), self.answers[-1], exact_until, Verdict(result, tuple(self.moved), self.looked_at)
-        )
+        against = preference(self.answers[-1][0], self.answers[0][0])
+        verdict = Verdict(result, tuple(self.moved), against, self.looked_at)
+        return Done(tuple(self.passes), self.answers[-1], exact_until, verdict)
 
+
+Stages = Generator[Job, None, Result]
+"""The passes behind the first one, each made once the one before was carried out, and what came out."""
 
 Run = Callable[[Sequence[int]], RunLayer]
 Logits = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -151,20 +162,24 @@ def checked_prefill(jobs: Sequence[Job], run: Run, logits: Logits) -> list[Done]
         done.append(Done((plan,), answer, plan.exact_until(), Verdict() if checked else None))
     for number, case in cases.items():
         case.note(filled[number][0], answers[number])
-    going = dict(cases)
-    looks = max((case.check.looks for case in cases.values()), default=0)
-    for stage in (*[_probe] * looks, _repair, _recompute):
-        made = {number: stage(case) for number, case in going.items()}
-        work = {number: job for number, job in made.items() if job is not None}
+    going = {number: _front(case) if case.check.front else _verified(case) for number, case in cases.items()}
+    work = dict(_advance(going, done, cases))
+    while work:
         for some in _alike(work):
             ran = selective_prefill([work[number] for number in some], run(some))
             for number, (plan, _), answer in zip(some, ran, logits([hidden for _, hidden in ran]), strict=True):
                 cases[number].note(plan, answer)
-        for number in work:
-            result = _judge(cases[number], stage)
-            if result is not None:
-                done[number] = going.pop(number).close(result, done[number].exact_until)
+        work = dict(_advance({number: going[number] for number in work}, done, cases))
     return done
+
+
+def _advance(going: Mapping[int, Stages], done: list[Done], cases: Mapping[int, _Case]) -> Iterator[tuple[int, Job]]:
+    """Each case's next job; those that have come to their end are done."""
+    for number, stages in going.items():
+        try:
+            yield number, next(stages)
+        except StopIteration as end:
+            done[number] = cases[number].close(end.value, done[number].exact_until)
 
 
 def _case(job: Job) -> _Case | None:
@@ -210,29 +225,85 @@ def _repair_plan(plan: Plan, check: Check, suspects: tuple[SpanPlan, ...]) -> Pl
     return replace(made, spans=spans, first=first)
 
 
-def _probe(case: _Case) -> Job | None:
+def _verified(case: _Case) -> Stages:
+    """Looks until the answer stays, then a band, then everything."""
+    for look in range(case.check.looks):
+        job = _probe(case, case.check.probes * max(1, 2 ** (look - 1)))
+        if job is None:
+            break
+        yield job
+        if case.moved[-1] <= case.check.tau:
+            return "repaired" if look else "safe"
+    if case.repair is not None:
+        yield _job(case, case.repair, case.check.repair)
+        if case.moved[-1] <= case.check.tau:
+            return "repaired"
+    plan, policy = case.passes[0], Full()
+    behind = [s for s in plan.spans if s.span.start >= case.begin]
+    spans, known = [s.span for s in behind], [s.evidence for s in behind]
+    yield _job(case, make_plan(policy, spans, known, case.begin, plan.end, plan.layers, count(plan.want)), policy)
+    return "recomputed"
+
+
+def _probe(case: _Case, probes: int) -> Job | None:
     """The tokens of suspicious spans that the last rows attend to most and that are not fresh yet, and the last text
-    rows; None after so many looks, or where all are fresh."""
-    done = len(case.answers) - 1
-    if done == case.check.looks:
-        return None
+    rows; None where all are fresh."""
     assert case.gaze.paid is not None
     plan, paid = case.passes[0], case.gaze.paid
-    stale = [i for s in case.suspects for i in range(s.span.start, s.span.stop) if i < len(paid)]
-    stale = [i for i in stale if i not in set(case.looked_at)]
-    ranked = sorted(stale, key=lambda i: -float(paid[i]))[: case.check.probes * max(1, 2 ** (done - 1))]
+    fresh = set(case.looked_at)
+    stale = [i for s in case.suspects for i in range(s.span.start, s.span.stop) if i < len(paid) and i not in fresh]
+    ranked = sorted(stale, key=lambda i: -float(paid[i]))[:probes]
     if not ranked:
         return None
     case.looked_at = tuple(sorted((*case.looked_at, *ranked)))
     case.gaze = case.gaze.again()
     case.job.adapter.follow_attention(case.gaze)
-    rows = union(normal((i, i + 1) for i in ranked), plan.want)
+    # Those of earlier looks once more: they were computed on what was stale then
+    return _some_rows(case, case.looked_at, _asking(plan, case.check, plan.end))
+
+
+def _front(case: _Case) -> Stages:
+    """Blocks from the front of each span, one after the other, for as long as their V deviate; then the text behind."""
+    plan, size = case.passes[0], case.check.probes
+    deviations = []
+    for one in case.suspects:
+        for start in range(one.span.start, one.span.stop, size):
+            block = range(start, min(start + size, one.span.stop))
+            case.looked_at = (*case.looked_at, *block)
+            yield _some_rows(case, block, ())
+            deviations.append(_deviation(case, one.span, block))
+            if deviations[-1] <= case.check.tau:
+                break
+    yield _some_rows(case, (), intersect(plan.text_rows(), ((case.begin, plan.end),)))
+    case.moved = deviations
+    return "repaired"
+
+
+def _deviation(case: _Case, span: Span, block: range) -> float:
+    """How far the block's fresh V are from the cached ones in the deeper half: length of the difference over length."""
+    (placed,) = (one for one in case.job.placed if one.span == span)
+    layers = range(case.passes[0].layers // 2, case.passes[0].layers)
+    found = []
+    for layer in layers:
+        fresh = case.job.adapter.read_kv(layer, block.start, block.stop)[1]
+        cached = placed.kv(layer, block.start, block.stop)[1]
+        length = moved_values(cached, torch.zeros_like(cached))
+        found.append((moved_values(fresh, cached) / length.clamp_min(1e-12)).sqrt().mean())
+    return float(torch.stack(found).mean())
+
+
+def _some_rows(case: _Case, tokens: Iterable[int], text: Ranges) -> Job:
+    """A pass over some of the pictures' tokens and some text, in every layer, on K/V that are in place."""
+    plan = case.passes[0]
+    vision = tuple((s.span.start, s.span.stop) for s in plan.spans)
+    want = intersect(plan.want, union(text, vision)) if text else ()
+    rows = union(normal((i, i + 1) for i in tokens), want)
     spans = tuple(
         replace(s, rows=(shift(intersect(rows, ((s.span.start, s.span.stop),)), -s.span.start),) * plan.layers)
         for s in plan.spans
     )
-    text = subtract(_asking(plan, case.check, plan.end), tuple((s.span.start, s.span.stop) for s in plan.spans))
-    return replace(case.job, plan=replace(plan, spans=spans, look=None, text=text), watch=())
+    fewer = replace(plan, spans=spans, look=None, text=subtract(text, vision), want=want)
+    return replace(case.job, plan=fewer, watch=())
 
 
 def _asking(plan: Plan, check: Check, stop: int) -> Ranges:
@@ -242,21 +313,7 @@ def _asking(plan: Plan, check: Check, stop: int) -> Ranges:
     return union(text, ((row, row + 1),))
 
 
-def _repair(case: _Case) -> Job | None:
-    if case.repair is None or case.check.repair is None:
-        return None
-    return _job(case, case.repair, case.check.repair)
-
-
-def _recompute(case: _Case) -> Job:
-    plan = case.passes[0]
-    behind = [s for s in plan.spans if s.span.start >= case.begin]
-    spans, known = [s.span for s in behind], [s.evidence for s in behind]
-    policy = Full()
-    return _job(case, make_plan(policy, spans, known, case.begin, plan.end, plan.layers, count(plan.want)), policy)
-
-
-def _job(case: _Case, plan: Plan, policy: Policy) -> Job:
+def _job(case: _Case, plan: Plan, policy: Policy | None) -> Job:
     starts = {s.span.start for s in plan.spans}
     return Job(
         adapter=case.job.adapter,
@@ -265,15 +322,6 @@ def _job(case: _Case, plan: Plan, policy: Policy) -> Job:
         policy=policy,
         resume=case.trail.resume if case.trail is not None else None,
     )
-
-
-def _judge(case: _Case, stage: Callable[[_Case], Job | None]) -> Result | None:
-    """What came out, if that settles it."""
-    if stage is _recompute:
-        return "recomputed"
-    if case.moved[-1] <= case.check.tau:
-        return "safe" if len(case.moved) == 1 else "repaired"
-    return None
 
 
 def _alike(work: dict[int, Job]) -> Iterable[list[int]]:

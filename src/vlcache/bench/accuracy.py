@@ -14,30 +14,46 @@ from typing import Any
 
 from vlcache.bench.asking import Asker, Plain, divergence_of, groups
 from vlcache.bench.trials import Trial
+from vlcache.engines.transformers.profile import find_profile
 from vlcache.engines.transformers.run import Scored
 from vlcache.engines.transformers.support import describe
+from vlcache.engines.transformers.weights import WeightsWatch
 from vlcache.errors import InputError, MediaError
 from vlcache.plan import plan_span
 from vlcache.policies import Evidence, Policy, parse_policy
 from vlcache.types import Capture, Span
 
-__all__ = ["Outcome", "Runner", "sweep"]
+__all__ = ["PEERS", "Outcome", "Runner", "peers_sweep", "sweep"]
+
+
+PEERS = "peers"
+"""In place of policies: `peers_sweep`."""
 
 
 def sweep(layers: int) -> tuple[str, ...]:
-    """The policies of a run that names none: every registered rule, around computed shares of 2, 5, 10, 20 and 40 %.
+    """The policies of a run that names none: the default, and fronts of pictures from nothing to everything.
 
-    `prefix` comes without the least number of tokens that `prefix:0.02` has, which of small pictures is more than their
-    share. `layered` is a straight line down to nothing in the last layer, unless a profile is named. `epic` and `mpic`
-    count tokens, of pictures of about 100. `cacheblend` and `kvshare` compute two layers in full before they choose.
+    The ratios come without the least number of tokens that `prefix:0.02` has, which of small pictures is more than
+    their share.
+    """
+    ratios = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+    return ("full", "none", *(f"prefix:{ratio},1" for ratio in ratios), "auto")
+
+
+def peers_sweep(layers: int) -> tuple[str, ...]:
+    """Every rule, around computed shares of 2, 5, 10, 20 and 40 %.
+
+    `layered` is a straight line down to nothing in the last layer. `epic` and `mpic` count tokens, of pictures of about
+    100. `cacheblend` and `kvshare` compute two layers in full before they choose. What `verified` computes depends on
+    what it finds.
     """
     shares = (0.02, 0.05, 0.1, 0.2, 0.4)
 
     def line(share: float) -> str:
         return ",".join(f"{2 * share * (1 - layer / max(1, layers - 1)):.3g}" for layer in range(layers))
 
-    chosen = [(share * layers - 2) / max(1, layers - 2) for share in shares]
-    few = [f"{share:.3f}" for share in chosen if share > 0]
+    few = [(share * layers - 2) / max(1, layers - 2) for share in shares]
+    chosen = [f"{share:.3f}" for share in few if share > 0]
     return (
         "full",
         "none",
@@ -45,11 +61,12 @@ def sweep(layers: int) -> tuple[str, ...]:
         *(f"layered:{line(share)}" for share in shares),
         *(f"epic:{round(100 * share)}" for share in shares),
         "mpic:10",
-        *(f"cacheblend:{share}" for share in few),
-        *(f"kvshare:{share}" for share in few),
+        *(f"cacheblend:{share}" for share in chosen),
+        *(f"kvshare:{share}" for share in chosen),
         *(f"random:{share}" for share in shares),
         *(f"band:{round(layers * (1 - share))},{layers},1" for share in shares),
-        "verified:0.5,16",
+        "repair:0.1",
+        *(f"verified:{tau},{probes}" for tau, probes in ((0.25, 4), (0.25, 8), (0.25, 12))),
         "auto",
     )
 
@@ -76,7 +93,9 @@ class Outcome:
     verified : str
         Result of the policy's check; empty without one.
     moved : float
-        What the check measured, nats; 0 where nothing was checked.
+        What the first check measured, nats; 0 where nothing was checked.
+    against : float
+        See `vlcache.verify.Verdict`.
     """
 
     trial: str
@@ -93,6 +112,7 @@ class Outcome:
     computed_share: float
     verified: str = ""
     moved: float = 0.0
+    against: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -105,11 +125,13 @@ class Runner:
     ----------
     model, processor
     policies : sequence of str
-        Empty: `sweep`.
+        Empty: `sweep`; `peers` alone: `peers_sweep`.
     max_new_tokens : int
         Longest answer.
     store_dtype, capture : str
         See `Asker`.
+    profile : str
+        File with the model's profile; empty: the one in its directory, if any.
     """
 
     def __init__(
@@ -120,12 +142,15 @@ class Runner:
         max_new_tokens: int,
         store_dtype: str = "raw",
         capture: Capture = "observed",
+        profile: str = "",
     ) -> None:
         geometry = describe(model)
         self._layers = geometry.layers
         self._token_bytes = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * model.dtype.itemsize
-        self.policies = tuple(dict.fromkeys(policies)) or sweep(self._layers)
-        self._rules = [(text, parse_policy(text)) for text in self.policies]
+        named = peers_sweep(self._layers) if tuple(policies) == (PEERS,) else tuple(dict.fromkeys(policies))
+        self.policies = named or sweep(self._layers)
+        found = find_profile(profile, model, self._layers, WeightsWatch(model))
+        self._rules = [(text, parse_policy(text) if found is None else found.policy(text)) for text in self.policies]
         for _, policy in self._rules:
             plan_span(
                 policy, Span("", 0, 1, (1, 1, 1)), Evidence(self._layers)
@@ -194,4 +219,5 @@ class Runner:
             computed_share=scored.report.computed_share,
             verified=verdict.result if verdict is not None else "",
             moved=verdict.moved[0] if verdict is not None and verdict.moved else 0.0,
+            against=verdict.against if verdict is not None else 0.0,
         )

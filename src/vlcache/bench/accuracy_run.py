@@ -13,12 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from vlcache.bench.accuracy import Outcome, Runner
+from vlcache.bench.accuracy import PEERS, Outcome, Runner
 from vlcache.bench.machine import describe_run
 from vlcache.bench.plots import plot_pareto
 from vlcache.bench.progress import progress
 from vlcache.bench.rows import Skipped
-from vlcache.bench.tally import ALL, Row, enough, tally
+from vlcache.bench.tally import ALL, Row, checks, enough, tally
 from vlcache.bench.tileworld import NAME, tileworld_plan, tileworld_trial
 from vlcache.bench.trials import Trial
 from vlcache.errors import ConfigError
@@ -58,6 +58,8 @@ class Settings:
         How entries' K and V are kept between capture and use, `raw`, `int8` or `fp8`.
     capture : str
         `observed` or `neutral`, see `vlcache.config.Config`.
+    profile : str
+        File with the model's profile; empty: the one in its directory, if any.
     """
 
     items: int = 100
@@ -76,12 +78,14 @@ class Settings:
     dpi: int = 144
     store_dtype: str = "raw"
     capture: Capture = "observed"
+    profile: str = ""
 
 
 def check(settings: Settings) -> None:
     """Raise ConfigError for a policy, family, change or data set that is not there, before a model is loaded."""
-    for policy in settings.policies:
-        parse_policy(policy)
+    for policy in settings.policies if settings.policies != (PEERS,) else ():
+        if policy != "layered":  # whose ratios may come from the model's profile
+            parse_policy(policy)
     if settings.data and settings.dataset == NAME:
         raise ConfigError("--data: given without --dataset; say which data set it is")
     _trials(settings)
@@ -137,6 +141,7 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
     result = {
         "rows": [row.to_dict() for row in rows],
         "within_half_a_point": ratios,
+        "checks": checks(outcomes),
         "skipped": len(skipped),
         "skipped_share": round(len(skipped) / (len(skipped) + asked), 5),
         "skipped_files": sum(one.whole_file for one in skipped),
@@ -148,6 +153,12 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
         console.print(f"wrote {path}", markup=False)
     for table in _tables(rows):
         console.print(table)
+    for policy, its in result["checks"].items():
+        console.print(
+            f"{policy} checked {its['checked']} of {its['asked']} trials: {its['false_alarms']} alarms where naive reuse was "
+            f"right ({its['safe']}), {its['missed']} missed where it was wrong ({its['unsafe']}), AUC {its['auc']}",
+            markup=False,
+        )
     if ratios:
         written = ", ".join(f"{change} {ratio:.0%}" for change, ratio in ratios.items())
         console.print(f"prefix is within 0.5 points of full recompute from this ratio on: {written}", markup=False)

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import binomtest, bootstrap
+from scipy.stats import binomtest, bootstrap, mannwhitneyu
 
 from vlcache.bench.accuracy import Outcome
 
-__all__ = ["ALL", "Row", "enough", "tally"]
+__all__ = ["ALL", "Row", "checks", "enough", "tally"]
 
 ALL = "all"
 """In a row's family or change: pooled over them."""
@@ -94,6 +94,49 @@ def enough(rows: Iterable[Row], most_lost: float = 0.005) -> dict[str, float]:
                 break
             found[change] = ratio
     return found
+
+
+def checks(outcomes: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
+    """How well checks tell safe from unsafe reuse, by policy: over the trials that were checked and that `none` answered.
+
+    An alarm is a first token other than naive reuse's, or a recompute. `auc` is the area under the ROC of `against`, None
+    where all trials are of one kind.
+    """
+    outcomes = list(outcomes)
+    safe = {one.trial: one.agree for one in outcomes if one.policy == "none"}
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    asked: dict[str, int] = defaultdict(int)
+    for one in outcomes:
+        if one.verified and one.trial in safe:
+            asked[one.policy] += 1
+            if one.verified != "skipped":
+                groups[one.policy].append(one)
+    found = {}
+    for policy, group in groups.items():
+        right = [one for one in group if safe[one.trial]]
+        wrong = [one for one in group if not safe[one.trial]]
+        results = [one.verified for one in group]
+        found[policy] = {
+            "asked": asked[policy],
+            "checked": len(group),
+            "safe": len(right),
+            "unsafe": len(wrong),
+            "results": {result: results.count(result) for result in dict.fromkeys(results)},
+            "auc": _auc([one.against for one in right], [one.against for one in wrong]),
+            "false_alarms": sum(_alarmed(one) for one in right),
+            "missed": sum(not _alarmed(one) for one in wrong),
+        }
+    return found
+
+
+def _alarmed(one: Outcome) -> bool:
+    return one.against > 0 or one.verified == "recomputed"
+
+
+def _auc(low: Sequence[float], high: Sequence[float]) -> float | None:
+    if not low or not high:
+        return None
+    return round(float(mannwhitneyu(high, low).statistic) / (len(low) * len(high)), 5)
 
 
 def _ratio(policy: str) -> float | None:

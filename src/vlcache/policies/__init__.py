@@ -12,6 +12,7 @@ from vlcache.policies.mpic import Mpic
 from vlcache.policies.none import NoRecompute
 from vlcache.policies.parse import DEFAULT_POLICY, POLICIES, parse_policy
 from vlcache.policies.random import RandomTokens
+from vlcache.policies.repair import Repair
 from vlcache.policies.verified import Verified
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Policy",
     "Prefix",
     "RandomTokens",
+    "Repair",
     "Rule",
     "Verified",
     "parse_policy",

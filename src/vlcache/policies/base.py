@@ -65,14 +65,17 @@ class Check:
     probes : int
         Tokens that are computed afresh to see.
     looks : int
-        How often, at most. Each further look doubles what has been computed afresh, of the tokens that are attended to
-        then.
+        How often, at most. Each further look takes twice as many, those that are attended to then besides the earlier
+        ones.
     suspects : tuple of {"pictures", "turn", "neighbours"}
         What has to differ before a picture for it to be checked, see `vlcache.context`.
     repair : Policy, optional
         What is computed first where a check fails and text of the turn is all that differs.
     follow : float
         The answering row's attention is followed in the layers behind this share of the depth.
+    front : bool
+        Instead of looking where the answer looks: `probes` tokens after the other from each picture's front, until
+        their V deviate by at most `tau`.
     text : int
         Text rows before the answering one that the check computes again at most: what the question's own rows have
         gathered from the pictures.
@@ -85,6 +88,7 @@ class Check:
     repair: Policy | None = None
     follow: float = 0.5
     text: int = 16
+    front: bool = False
 
 
 class Policy(Protocol):

@@ -18,6 +18,7 @@ from vlcache.policies.kvshare import KVShare
 from vlcache.policies.mpic import Mpic
 from vlcache.policies.none import NoRecompute
 from vlcache.policies.random import RandomTokens
+from vlcache.policies.repair import Repair
 from vlcache.policies.verified import Verified
 
 __all__ = ["DEFAULT_POLICY", "POLICIES", "parse_policy"]
@@ -115,6 +116,16 @@ def _verified(argument: str | None) -> Policy:
     return replace(verified, base=parse_policy(base)) if slash else verified
 
 
+def _repair(argument: str | None) -> Policy:
+    numbers = _numbers(argument, "repair") if argument is not None else ()
+    if not 1 <= len(numbers) <= 2 or not all(number.is_integer() for number in numbers[1:]):
+        raise ConfigError(
+            f"policy repair: {argument!r} is not a deviation, or one and a number of tokens; write repair:0.1 or "
+            "repair:0.1,8"
+        )
+    return Repair(numbers[0], *map(int, numbers[1:]))
+
+
 POLICIES: dict[str, Callable[[str | None], Policy]] = {
     "auto": _no_argument(Auto),
     "full": _no_argument(Full),
@@ -123,6 +134,7 @@ POLICIES: dict[str, Callable[[str | None], Policy]] = {
     "layered": _layered,
     "band": _band,
     "verified": _verified,
+    "repair": _repair,
     "epic": _tokens(Epic, "epic"),
     "mpic": _tokens(Mpic, "mpic"),
     "cacheblend": _share(CacheBlend, "cacheblend"),

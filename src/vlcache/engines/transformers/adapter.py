@@ -150,7 +150,8 @@ class PromptPass:
 
     def _heads(self, projected: Tensor) -> Tensor:
         """`[rows, heads * D]` to `[rows, heads, D]`."""
-        return projected.view(projected.shape[0], -1, self._geometry.head_dim)
+        dim = self._geometry.head_dim
+        return projected.view(projected.shape[0], projected.shape[1] // dim, dim)
 
     def _rotated(self, x: Tensor, rows: Ranges) -> Tensor:
         if self._turned[0] != rows:
