@@ -22,8 +22,8 @@ from vlcache.policies import Auto, Band, Layered, NoRecompute, Verified
 from vlcache.profile import PROFILE_NAME, Profile, read_profile
 from vlcache.profiling import run as profiling
 from vlcache.profiling.budgets import gain_curve, predicted, solve
-from vlcache.profiling.records import PairRecord, Records
-from vlcache.profiling.solve import Targets, bands_to_try, enter_layer, make_profile, threshold
+from vlcache.profiling.records import PairRecord, Records, outcome
+from vlcache.profiling.solve import Targets, agreement, bands_to_try, enter_layer, make_profile, threshold
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -110,18 +110,39 @@ def test_bands_are_tried_from_the_cheapest_to_all_layers() -> None:
     assert bands[0] == Band(8, 11, 0.15)
 
 
-def test_tau_lies_between_what_safe_and_what_unsafe_answers_move() -> None:
-    safe = [record(f"s{n}", moved=n / 100) for n in range(20)]
-    unsafe = [record(f"u{n}", agree=False, moved=1.9 + n) for n in range(5)]
-    assert threshold([*safe, *unsafe]) == pytest.approx((0.19 * 1.9) ** 0.5)
-    assert threshold([*safe, *unsafe, record("blind", agree=False, moved=0.95, checked=False)]) < 0.95
-    assert threshold([*safe, record("late", moved=None, agree=False)]) == pytest.approx((0.19 * 1.0) ** 0.5)
+def checked(
+    name: str, *looks: tuple[float, bool], agree: bool = True, changed: str = "pictures", **more: Any
+) -> PairRecord:
+    moved, settled = zip(*looks, strict=True)
+    return record(name, changed, agree, moved=moved, settled=settled, **more)
+
+
+SAFE = [checked(f"s{n}", (n / 100, True), (0.0, True)) for n in range(20)]
+
+
+def test_a_check_ends_with_the_first_look_that_moves_little() -> None:
+    one = checked("a", (2.0, False), (0.5, False), (0.1, True), agree=False)
+    assert outcome(one, 3.0) == (False, 0)
+    assert outcome(one, 0.7) == (False, 1)
+    assert outcome(one, 0.3) == (True, 2)
+    assert outcome(one, 0.05) == (True, 3)
+
+
+def test_tau_keeps_a_distance_from_what_would_be_wrong() -> None:
+    unsafe = [checked(f"u{n}", (1.9 + n, False), (0.01, True), agree=False) for n in range(5)]
+    # 1.9 is the first that must not stand; of the safe ones 19 of 20 moved by at most 0.18, all by at most 0.19
+    assert threshold([*SAFE, *unsafe]) == pytest.approx((0.18 * 0.19) ** 0.5)
+    assert threshold([*SAFE, *unsafe, checked("far", (1.5, True), (0.0, True))]) == pytest.approx((0.19 * 1.5) ** 0.5)
+    assert threshold(SAFE) == 0.19
 
 
 def test_tau_keeps_to_the_risk_where_safe_and_unsafe_overlap() -> None:
-    safe = [record(f"s{n}", moved=n / 100) for n in range(20)]
-    blind = record("blind", agree=False, moved=0.055, checked=False)
-    assert threshold([*safe, blind]) == 0.05
+    blind = checked("blind", (0.055, False), (0.01, False), agree=False)
+    assert threshold([*SAFE, blind]) == 0.0
+    late = checked("late", (3.0, False), (0.055, False), agree=False)
+    assert threshold([*SAFE, late]) == 0.05
+    assert agreement([*SAFE, late], 0.05) == 1.0
+    assert agreement([*SAFE, late], 0.06) == pytest.approx(20 / 21)
 
 
 def pairs(turn: list[PairRecord]) -> list[PairRecord]:
@@ -129,12 +150,13 @@ def pairs(turn: list[PairRecord]) -> list[PairRecord]:
         record(f"t{n}", "text", alone=(0.2, 0.1, 0.1, 0.0), onward=(0.4, 0.2, 0.1, 0.0), fronts={"0.1": 0.0})
         for n in (1, 2)
     ]
-    others = [record(f"p{n}", moved=0.01 * n) for n in range(30)]
-    return [*layers, *others, record("swapped", "neighbours", agree=False, moved=3.0), *turn]
+    others = [checked(f"p{n}", (0.01 * n, True)) for n in range(30)]
+    return [*layers, *others, checked("swapped", (3.0, False), agree=False, changed="neighbours"), *turn]
 
 
 def test_a_check_decides_where_it_misses_nothing() -> None:
-    turn = [record("x", "turn", agree=False, moved=2.0, deep=(True, True, False, False), bands={"band:1,2,0.15": True})]
+    measured = {"deep": (True, True, False, False), "bands": {"band:1,2,0.15": True}}
+    turn = [checked("x", (2.0, False), agree=False, changed="turn", **measured)]
     profile = make_profile("m", LAYERS, pairs(turn), Targets(kl=1.0), 12)
     assert not profile.at_once
     assert profile.band == (1, 2, 0.15)
@@ -144,7 +166,8 @@ def test_a_check_decides_where_it_misses_nothing() -> None:
 
 def test_the_band_comes_at_once_where_a_check_is_blind() -> None:
     bands = {"band:1,2,0.15": False, "band:1,2,0.3": True}
-    turn = [record("x", "turn", agree=False, moved=0.001, checked=False, deep=(True, True, False, False), bands=bands)]
+    measured = {"deep": (True, True, False, False), "bands": bands}
+    turn = [checked("x", (0.001, False), agree=False, changed="turn", **measured)]
     profile = make_profile("m", LAYERS, pairs(turn), Targets(kl=1.0), 12)
     assert profile.at_once
     assert profile.band == (1, 2, 0.3)
@@ -216,7 +239,14 @@ def test_what_is_no_profile_is_named(tmp_path: Path, content: str) -> None:
 def test_records_go_on_where_they_were(tmp_path: Path) -> None:
     records = Records(tmp_path / "r.jsonl", "settings")
     one = record(
-        "a", "turn", agree=False, moved=1.5, deep=(True, False), bands={"band:1,2,0.15": True}, fronts={"0.1": 0.5}
+        "a",
+        "turn",
+        agree=False,
+        moved=(1.5,),
+        settled=(True,),
+        deep=(True, False),
+        bands={"band:1,2,0.15": True},
+        fronts={"0.1": 0.5},
     )
     records.put(one)
     with (tmp_path / "r.jsonl").open("a") as file:

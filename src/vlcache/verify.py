@@ -67,6 +67,8 @@ class Done:
         What was computed, first to last.
     logits : Tensor, `[count(plan.want), vocabulary]`
         Of the last pass.
+    before : tuple of Tensor
+        Those of the passes before that had any, first to last.
     exact_until : int
         Index up to which the K/V are exact now.
     verdict : Verdict or None
@@ -77,6 +79,7 @@ class Done:
     logits: Tensor
     exact_until: int
     verdict: Verdict | None = None
+    before: tuple[Tensor, ...] = ()
 
 
 class _Trail:
@@ -132,7 +135,7 @@ class _Case:
             exact_until = min(before, default=self.passes[0].end)
         against = preference(self.answers[-1][0], self.answers[0][0])
         verdict = Verdict(result, tuple(self.moved), against, self.looked_at)
-        return Done(tuple(self.passes), self.answers[-1], exact_until, verdict)
+        return Done(tuple(self.passes), self.answers[-1], exact_until, verdict, tuple(self.answers[:-1]))
 
 
 Stages = Generator[Job, None, Result]

@@ -136,12 +136,12 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
     if not outcomes and not skipped:
         raise ConfigError("no trial was run; check --families, --changes and the data")
     rows = tally(outcomes)
-    ratios = enough(rows)
+    ratios, told = enough(rows), checks(outcomes)
     asked = len({outcome.trial.rpartition("/")[0] for outcome in outcomes})
     result = {
         "rows": [row.to_dict() for row in rows],
         "within_half_a_point": ratios,
-        "checks": checks(outcomes),
+        "checks": told,
         "skipped": len(skipped),
         "skipped_share": round(len(skipped) / (len(skipped) + asked), 5),
         "skipped_files": sum(one.whole_file for one in skipped),
@@ -153,10 +153,11 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
         console.print(f"wrote {path}", markup=False)
     for table in _tables(rows):
         console.print(table)
-    for policy, its in result["checks"].items():
+    for policy, its in told.items():
         console.print(
-            f"{policy} checked {its['checked']} of {its['asked']} trials: {its['false_alarms']} alarms where naive reuse was "
-            f"right ({its['safe']}), {its['missed']} missed where it was wrong ({its['unsafe']}), AUC {its['auc']}",
+            f"{policy} checked {its['checked']} of {its['asked']} trials: {its['false_alarms']} alarms where naive "
+            f"reuse was right ({its['safe']}), {its['missed']} missed where it was wrong ({its['unsafe']}), "
+            f"AUC {its['auc']}",
             markup=False,
         )
     if ratios:

@@ -97,10 +97,10 @@ def enough(rows: Iterable[Row], most_lost: float = 0.005) -> dict[str, float]:
 
 
 def checks(outcomes: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
-    """How well checks tell safe from unsafe reuse, by policy: over the trials that were checked and that `none` answered.
+    """How well checks tell safe from unsafe reuse, by policy, over trials that were checked and that `none` answered.
 
-    An alarm is a first token other than naive reuse's, or a recompute. `auc` is the area under the ROC of `against`, None
-    where all trials are of one kind.
+    An alarm is a first token other than naive reuse's, or a recompute. `auc` is the area under the ROC of `against`,
+    None where all trials are of one kind.
     """
     outcomes = list(outcomes)
     safe = {one.trial: one.agree for one in outcomes if one.policy == "none"}

@@ -29,12 +29,12 @@ def plot_profile(profile: Profile, records: Sequence[PairRecord], out: Path) -> 
         depth.axvline(profile.band[0], color="grey", lw=0.6)
     depth.set(xlabel="all tokens computed from this layer on", ylabel="agreement, %", title="text of the turn changed")
     for number, (label, agree) in enumerate((("naive reuse right", True), ("wrong", False))):
-        moved = [max(_LEAST, record.moved) for record in records if record.moved is not None and record.agree == agree]
+        moved = [max(_LEAST, record.moved[0]) for record in records if record.moved and record.agree == agree]
         check.scatter(moved, [number] * len(moved), marker="|", s=200, label=f"{label} ({len(moved)})")
     check.axvline(max(_LEAST, profile.tau), color="grey", lw=0.6)
     check.set_xscale("log")
     check.set_yticks([])
-    check.set(xlabel="the answer moved by, nats", title="checks")
+    check.set(xlabel="the first look moved the answer by, nats", title="checks")
     check.legend(fontsize=7)
     for axis in (layers, depth, check):
         axis.title.set_fontsize(9)

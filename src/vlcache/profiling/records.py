@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vlcache.errors import ConfigError
 
-__all__ = ["PairRecord", "Records"]
+__all__ = ["PairRecord", "Records", "outcome"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class PairRecord:
         By layer, see `vlcache.profile.Profile`; empty where not measured.
     fronts : mapping of str to float
         Divergence by the ratio of the front that every layer computes.
-    moved : float or None
-        What a check measured, nats; None where nothing was suspicious.
-    checked : bool
-        Whether the answer that the check computed is full recompute's.
+    moved : tuple of float
+        How far the answer moved with each look of a check, nats; empty where nothing was suspicious.
+    settled : tuple of bool
+        Whether the answer behind each look is full recompute's.
     deep : tuple of bool
         By layer m, whether the answer is full recompute's when all tokens are computed from m on.
     bands : mapping of str to bool
@@ -46,10 +46,19 @@ class PairRecord:
     alone: tuple[float, ...] = ()
     onward: tuple[float, ...] = ()
     fronts: Mapping[str, float] = field(default_factory=dict)
-    moved: float | None = None
-    checked: bool = True
+    moved: tuple[float, ...] = ()
+    settled: tuple[bool, ...] = ()
     deep: tuple[bool, ...] = ()
     bands: Mapping[str, bool] = field(default_factory=dict)
+
+
+def outcome(record: PairRecord, tau: float) -> tuple[bool, int]:
+    """Whether a check with that tau ends with full recompute's answer, and with which look; one more than there are
+    where everything is recomputed."""
+    for look, (moved, right) in enumerate(zip(record.moved, record.settled, strict=True)):
+        if moved <= tau:
+            return right, look
+    return True, len(record.moved)
 
 
 class Records:

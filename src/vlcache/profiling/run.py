@@ -42,8 +42,6 @@ T = TypeVar("T")
 # Rules that hold their K/V side by side
 _AT_ONCE = 8
 _GRAVITY = ("text", "pictures", "turn", "neighbours")
-# No answer moves so far that it would be computed again
-_ALL_STAND = 1e9
 _FRONTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _CHANGES = ("question", "legend", "swapped", "picture", "system", "turn")
 
@@ -169,16 +167,17 @@ class _Measure:
         """Naive reuse and a check; where the change asks for it each layer, or each depth."""
         asked = self._ask(trial)
         changed = max((evidence.changed for evidence in asked.study.known), key=_GRAVITY.index)
-        check = Verified(_ALL_STAND, self._settings.probes)
+        check = Verified(0.0, self._settings.probes)  # no answer stays, so that every look is taken
         (none, _), (probed, _) = asked.study.run([NoRecompute(), check])
-        moved = probed.verdict.moved if probed.verdict is not None else ()
+        moved = probed.verdict.moved[:-1] if probed.verdict is not None else ()  # the last is the recompute's
+        settled = [asked.agrees_with(logits) for logits in probed.before[1:]]
         record = PairRecord(
             name=trial.name,
             changed=changed,
             kl=asked.divergence(none),
             agree=asked.agrees(none),
-            moved=float(moved[0]) if moved else None,
-            checked=asked.agrees(probed),
+            moved=tuple(map(float, moved)),
+            settled=tuple(settled),
         )
         if changed == "text" and sum(bool(one.alone) for one in before) < self._settings.layer_pairs:
             return replace(record, **self._by_layer(asked))
@@ -232,7 +231,10 @@ class _Asked:
         return divergence_of(self.logits, done.logits.float())
 
     def agrees(self, done: Done) -> bool:
-        agree: bool = done.logits.argmax(-1).tolist() == self.tokens
+        return self.agrees_with(done.logits)
+
+    def agrees_with(self, logits: torch.Tensor) -> bool:
+        agree: bool = logits.argmax(-1).tolist() == self.tokens
         return agree
 
     def each(

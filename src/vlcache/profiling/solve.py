@@ -10,9 +10,9 @@ from vlcache.errors import ConfigError
 from vlcache.policies import Band
 from vlcache.profile import Profile
 from vlcache.profiling.budgets import gain_curve, predicted, solve
-from vlcache.profiling.records import PairRecord
+from vlcache.profiling.records import PairRecord, outcome
 
-__all__ = ["LEAST_PAIRS", "RISK", "Targets", "bands_to_try", "enter_layer", "make_profile", "threshold"]
+__all__ = ["LEAST_PAIRS", "RISK", "Targets", "agreement", "bands_to_try", "enter_layer", "make_profile", "threshold"]
 
 LEAST_PAIRS = 24
 """Fewer pairs than this say nothing about a share of 99.5 %."""
@@ -62,29 +62,22 @@ def _cost(band: Band, layers: int) -> float:
 
 
 def threshold(records: Sequence[PairRecord]) -> float:
-    """Tau: between what 95 % of the safe answers move, since more would be false alarms, and the least that an unsafe
-    one moved, or one that is still wrong once it was checked. Where these overlap, the largest that keeps to `RISK`.
-    """
-    checked = [record for record in records if record.moved is not None]
-    safe = sorted(record.moved or 0.0 for record in checked if record.agree)
-    unsafe = [record.moved or 0.0 for record in checked if not (record.agree and record.checked)]
-    low = safe[min(len(safe) - 1, math.ceil(_SAFE_QUANTILE * len(safe)))] if safe else 0.0
-    high = min(unsafe, default=max(1.0, 2 * low))
-    return math.sqrt(low * high) if low < high else _largest_within_risk(checked)
+    """Tau: the largest with which at most `RISK` of the answers differ; or, to keep a distance from it, the geometric
+    mean of that and what the first look moves 95 % of the safe answers, where that is less."""
+    checked = [record for record in records if record.moved]
+    tried = sorted({moved for record in checked for moved in record.moved} | {0.0})
+    good = [tau for tau in tried if agreement(checked, tau) >= 1 - RISK]
+    largest = good[-1] if good else 0.0
+    if largest == tried[-1]:
+        return largest
+    safe = sorted(record.moved[0] for record in checked if record.agree)
+    low = safe[math.ceil(_SAFE_QUANTILE * len(safe)) - 1] if safe else largest
+    return math.sqrt(low * largest) if low < largest else largest
 
 
-def _largest_within_risk(checked: Sequence[PairRecord]) -> float:
-    ordered = sorted(checked, key=lambda record: record.moved or 0.0)
-    best = 0.0
-    for number in range(1, len(ordered) + 1):
-        if _share(record.checked for record in ordered[:number]) >= 1 - RISK:
-            best = ordered[number - 1].moved or 0.0
-    return best
-
-
-def _agreement(records: Sequence[PairRecord], tau: float) -> float:
-    """Of answers that a check decides about: what moves is computed again, and right."""
-    return _share(record.checked or (record.moved or 0.0) > tau for record in records)
+def agreement(records: Sequence[PairRecord], tau: float) -> float:
+    """Share of checked pairs whose answer ends as full recompute's; what is recomputed does."""
+    return _share(outcome(record, tau)[0] for record in records)
 
 
 def make_profile(
@@ -107,11 +100,11 @@ def make_profile(
     budgets, expected = _budgets(measured, alone, targets)
     enter = enter_layer(records, layers)
     band = _band(records, enter, layers)
-    suspicious = [record for record in records if record.moved is not None]
+    suspicious = [record for record in records if record.moved]
     others = [record for record in suspicious if record.changed != "turn"]
     turn = [record for record in suspicious if record.changed == "turn"]
     tau = threshold(others or suspicious)
-    blind = _agreement(turn, tau) < 1 - RISK
+    blind = agreement(turn, tau) < 1 - RISK
     at_once = blind and _share(record.bands.get(band.name, False) for record in turn) >= 1 - RISK
     if blind and not at_once:
         tau = threshold(suspicious)
@@ -129,7 +122,7 @@ def make_profile(
         at_once=at_once,
         tau=_digits(tau),
         probes=probes,
-        agreement=_digits(_agreement(others if at_once else suspicious, tau)),
+        agreement=_digits(agreement(others if at_once else suspicious, tau)),
     )
 
 
