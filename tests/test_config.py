@@ -30,7 +30,7 @@ def refusal(**arguments: Any) -> str:
 def test_defaults() -> None:
     config = load_config({})
     assert config == Config()
-    assert (config.policy, config.memory_gb, config.prefix_cache) == ("prefix:0.02", 4.0, True)
+    assert (config.policy, config.memory_gb, config.prefix_cache) == ("auto", 4.0, True)
     assert (config.max_image_pixels, config.cache_salt, config.checkpoint_layers) == (64_000_000, "", ())
 
 

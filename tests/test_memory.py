@@ -26,7 +26,7 @@ def test_two_hundred_pictures_through_64_mb() -> None:
             lab.model.generate(**inputs, max_new_tokens=2, min_new_tokens=2)
             stats = store.stats()
             assert stats.held_bytes <= BOUND
-            assert cache._prefixes.held_bytes <= 20 * 10**6
+            assert cache._corridor.prefixes.held_bytes <= 20 * 10**6
             rss.append(process.memory_info().rss)
     assert stats.puts == 200
     assert stats.evictions > 140

@@ -134,7 +134,7 @@ def doctor(as_json: bool) -> None:
 @_MODEL
 @click.option("--dataset", default="tileworld", show_default=True, help="tileworld, mmmu-pro or mmlongbench-doc.")
 @click.option("--data", default="", metavar="DIR", help="Where a data set's files are.")
-@click.option("--pairs", default=144, show_default=True, type=click.IntRange(1), help="Calibration pairs.")
+@click.option("--pairs", default=108, show_default=True, type=click.IntRange(1), help="Calibration pairs.")
 @click.option("--probes", default=12, show_default=True, type=click.IntRange(1), help="Tokens that a check computes.")
 @click.option("--target-kl", type=click.FloatRange(0), help="Largest divergence of the budgets, nats. Default 0.005.")
 @click.option("--target-share", type=click.FloatRange(0, 1), help="Instead: their largest computed share.")

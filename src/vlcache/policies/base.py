@@ -73,6 +73,8 @@ class Check:
         What is computed first where a check fails and text of the turn is all that differs.
     follow : float
         The answering row's attention is followed in the layers behind this share of the depth.
+    recompute : bool
+        Whether everything is computed again where nothing else settles the answer; False is for measurements.
     front : bool
         Instead of looking where the answer looks: `probes` tokens after the other from each picture's front, until
         their V deviate by at most `tau`.
@@ -88,6 +90,7 @@ class Check:
     repair: Policy | None = None
     follow: float = 0.5
     text: int = 16
+    recompute: bool = True
     front: bool = False
 
 

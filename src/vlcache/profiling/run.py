@@ -11,7 +11,6 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,11 +27,13 @@ from vlcache.engines.transformers.study import Study, study
 from vlcache.engines.transformers.support import describe
 from vlcache.engines.transformers.weights import WeightsWatch
 from vlcache.errors import InputError, MediaError
-from vlcache.policies import Band, Full, Layered, NoRecompute, Policy, Prefix, Verified
+from vlcache.policies import Band, Check, Evidence, Full, Layered, NoRecompute, Policy, Prefix, Rule, Verified
 from vlcache.profile import Profile
 from vlcache.profiling.plots import plot_profile
 from vlcache.profiling.records import PairRecord, Records
 from vlcache.profiling.solve import Targets, bands_to_try, enter_layer, make_profile
+from vlcache.ranges import Ranges
+from vlcache.types import Span
 from vlcache.verify import Done
 
 __all__ = ["Settings", "run"]
@@ -43,7 +44,11 @@ T = TypeVar("T")
 _AT_ONCE = 8
 _GRAVITY = ("text", "pictures", "turn", "neighbours")
 _FRONTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-_CHANGES = ("question", "legend", "swapped", "picture", "system", "turn")
+# More of those that a check decides about; text of other turns is for the layers
+_TURNS = (
+    *("swapped", "question", "picture", "system", "swapped", "legend"),
+    *("picture", "question", "swapped", "turn", "picture", "legend"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +72,10 @@ class Settings:
     seed, max_new_tokens : int
     """
 
-    pairs: int = 144
-    held_out: int = 6
-    layer_pairs: int = 12
-    deep_pairs: int = 24
+    pairs: int = 108
+    held_out: int = 2
+    layer_pairs: int = 4
+    deep_pairs: int = 6
     probes: int = 12
     target_kl: float | None = 0.005
     target_share: float | None = None
@@ -122,17 +127,24 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
 
 def _trials(settings: Settings) -> Iterator[Trial]:
     """Pairs of every change in turn, in an order that the seed draws."""
-    by_change: list[Iterator[Trial]] = []
-    for change in _CHANGES:
+    by_change: dict[str, Iterator[Trial]] = {}
+    for change in dict.fromkeys(_TURNS):
         if settings.dataset == NAME:
             drawn = list(tileworld_plan(settings.pairs, None, (change,)))
             random.Random(settings.seed).shuffle(drawn)
-            by_change.append(tileworld_trial("calibration", settings.seed, *which) for which in drawn)
+            by_change[change] = (tileworld_trial("calibration", settings.seed, *which) for which in drawn)
         elif change in REAL_CHANGES:
             rows = dataset_trials(settings.dataset, Path(settings.data), settings.pairs, (change,), None)
-            by_change.append(one for one in rows if not isinstance(one, Skipped))
-    mixed = (one for some in zip_longest(*by_change) for one in some if one is not None)
-    return islice(mixed, settings.pairs)
+            by_change[change] = (one for one in rows if not isinstance(one, Skipped))
+    left = settings.pairs
+    while left and by_change:
+        for change in _TURNS:
+            trial = next(by_change[change], None) if change in by_change else None
+            if trial is None:
+                by_change.pop(change, None)
+            elif left:
+                left -= 1
+                yield trial
 
 
 def _each(
@@ -155,6 +167,24 @@ def _each(
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _EveryLook(Rule):
+    """`verified` that takes all its looks, whatever they move, and stops there."""
+
+    probes: int
+
+    @property
+    def name(self) -> str:
+        return "every look"
+
+    @property
+    def check(self) -> Check:
+        return replace(Verified(0.0, self.probes).check, tau=-1.0, recompute=False)
+
+    def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
+        return ()
+
+
 class _Measure:
     """Runs pairs."""
 
@@ -167,10 +197,10 @@ class _Measure:
         """Naive reuse and a check; where the change asks for it each layer, or each depth."""
         asked = self._ask(trial)
         changed = max((evidence.changed for evidence in asked.study.known), key=_GRAVITY.index)
-        check = Verified(0.0, self._settings.probes)  # no answer stays, so that every look is taken
+        check = _EveryLook(self._settings.probes)
         (none, _), (probed, _) = asked.study.run([NoRecompute(), check])
-        moved = probed.verdict.moved[:-1] if probed.verdict is not None else ()  # the last is the recompute's
-        settled = [asked.agrees_with(logits) for logits in probed.before[1:]]
+        moved = probed.verdict.moved if probed.verdict is not None else ()
+        settled = [asked.agrees_with(logits) for logits in (*probed.before[1:], probed.logits)][: len(moved)]
         record = PairRecord(
             name=trial.name,
             changed=changed,

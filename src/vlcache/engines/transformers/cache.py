@@ -6,43 +6,33 @@ request -> spans -> lookup -> plan -> selective prefill -> (decode by `generate`
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlcache.capture import capture, token_seconds
 from vlcache.config import Config, load_config
-from vlcache.context import compare, contexts
-from vlcache.engines.transformers.adapter import PromptPass
-from vlcache.engines.transformers.encoder import encode
+from vlcache.engines.transformers.corridor import Corridor
 from vlcache.engines.transformers.handoff import FirstCall, generate_inputs
-from vlcache.engines.transformers.neutral import neutral_entry, opening
-from vlcache.engines.transformers.pictures import Media, Reader, processor_fingerprint, smallest_picture
+from vlcache.engines.transformers.pictures import Reader, processor_fingerprint, smallest_picture
 from vlcache.engines.transformers.profile import find_profile
 from vlcache.engines.transformers.prompt import (
-    Prompt,
     check_alike,
     check_continuation,
     longer,
-    turn_ends,
-    vision_tokens,
 )
-from vlcache.engines.transformers.request import Request, prompt_ids, read_request
-from vlcache.engines.transformers.run import Scored, run_plans
+from vlcache.engines.transformers.request import prompt_ids, read_request
+from vlcache.engines.transformers.run import Scored
 from vlcache.engines.transformers.support import describe
 from vlcache.engines.transformers.weights import WeightsWatch
 from vlcache.errors import ConfigError, InputError
-from vlcache.exact import ExactPrefix, ExactPrefixes, cut
-from vlcache.keys import digest_tenant, scope
-from vlcache.lookup import Found, find, keep, pinned, reusable
-from vlcache.plan import make_plan, plan_span
+from vlcache.plan import make_plan
 from vlcache.policies import Evidence, Policy, parse_policy
-from vlcache.report import Clock, Counters, Report, report_prompt
+from vlcache.report import Clock, Counters, Report
 from vlcache.store import Store
 from vlcache.store.open import check_bounds, open_store
-from vlcache.types import Context, Entry, EntryKey, EntryLostError, Header, Span
+from vlcache.types import Span
 from vlcache.worth import Worth
 
 __all__ = ["VLCache"]
@@ -103,46 +93,41 @@ class VLCache:
         if config is not None and options:
             raise ConfigError(f"config and {', '.join(options)} are both given; put them into the config")
         self.config = config or load_config(policy=policy if isinstance(policy, str) else None, **options)
-        self._geometry = describe(model)
-        self._weights = WeightsWatch(model)
-        self.profile = find_profile(self.config.profile, model, self._geometry.layers, self._weights)
+        geometry, weights = describe(model), WeightsWatch(model)
+        self.profile = find_profile(self.config.profile, model, geometry.layers, weights)
         self.policy: Policy = self._policy(self.config.policy if policy is None else policy)
         kept = {*self.config.checkpoint_layers, *self.policy.checkpoints}
-        self._checkpoint_layers = tuple(sorted(kept))
-        beyond = [layer for layer in self._checkpoint_layers if layer >= self._geometry.layers]
+        beyond = sorted(layer for layer in kept if layer >= geometry.layers)
         if beyond:
             raise ConfigError(
-                f"checkpoint_layers: {beyond} are beyond the model's {self._geometry.layers} layers; the option or "
+                f"checkpoint_layers: {beyond} are beyond the model's {geometry.layers} layers; the option or "
                 f"policy {self.policy.name} names them"
             )
         # A rule that does not fit this model says so now and not at the first hit
-        plan_span(self.policy, Span("", 0, 1, (1, 1, 1)), Evidence(self._geometry.layers))
+        span = Span("", 0, 1, (1, 1, 1))
+        make_plan(self.policy, [span], [Evidence(geometry.layers)], 0, 2, geometry.layers)
         if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
             raise InputError(f"a {type(processor).__name__} is no processor for pictures; give AutoProcessor's")
         self._model = model
         self._processor = processor
-        self._ends = turn_ends(model, processor)
-        self._opening = opening(processor)
-        self._worth = Worth(self.config.always_reuse)
         self._own_store = store is None
         if store is None:
-            check_bounds(self.config, self._geometry, smallest_picture(processor.image_processor), model.dtype)
-        prefix_gb = self.config.prefix_gb if self.config.prefix_cache else 0
-        self._prefixes = ExactPrefixes(int(prefix_gb * 1e9))
-        self._fingerprint = ""
+            check_bounds(self.config, geometry, smallest_picture(processor.image_processor), model.dtype)
         self._closed = False
-        self._check_weights()
         self.counters = Counters()
         self.last: Report | None = None
         self._reader = Reader(self.config.max_image_pixels, self.counters)
         self._lock = threading.Lock()
         self._first_call: FirstCall | None = None
-        self.store: Store = open_store(self.config, self._worth) if store is None else store
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self._model.get_input_embeddings().weight.device
-        return device
+        worth = Worth(self.config.always_reuse)
+        self.store: Store = open_store(self.config, worth) if store is None else store
+        try:
+            self._corridor = Corridor(model, processor, weights, self.config, self.store, worth, self.counters, kept)
+            self._corridor.check_weights()
+        except BaseException:
+            if store is None:
+                self.store.close()
+            raise
 
     def __enter__(self) -> VLCache:
         self._check_open()
@@ -161,7 +146,7 @@ class VLCache:
         """Drop all K/V held, and the store where it is the cache's own."""
         with self._lock:
             self._closed = True
-            self._prefixes.clear()
+            self._corridor.prefixes.clear()
             if self._own_store:
                 self.store.close()
 
@@ -204,7 +189,7 @@ class VLCache:
                 raise InputError(
                     "prefill works inside the cache's `with`; write `with VLCache(model, processor) as cache:`"
                 )
-            self._check_weights()
+            self._corridor.check_weights()
             return self._prefill(request, self.policy if policy is None else self._policy(policy), template)
 
     @torch.no_grad()
@@ -278,7 +263,7 @@ class VLCache:
         rules = [self._policy(policy) for policy in policies]
         with self._lock:
             self._check_open()
-            self._check_weights()
+            self._corridor.check_weights()
             clock = Clock()
             reads = [
                 read_request(request, template, self._model, self._processor, self._reader, clock)
@@ -290,7 +275,8 @@ class VLCache:
                     raise InputError("the prompt has no picture; call the model itself")
                 prompts.append(longer(read.prompt, continuation[:-1]))
             check_alike(prompts)
-            _, scored = self._run(prompts, reads[0], rules, clock, [len(some) for some in continuations])
+            _, scored = self._corridor.run(prompts, reads[0], rules, clock, [len(some) for some in continuations])
+            self.last = scored[-1][-1].report
             return scored
 
     def _prefill(self, request: Any, policy: Policy, template: dict[str, Any]) -> dict[str, Any]:
@@ -298,7 +284,8 @@ class VLCache:
         read = read_request(request, template, self._model, self._processor, self._reader, clock)
         if read.prompt is None:
             return self._text_only(read.inputs, policy)
-        work, ((scored,),) = self._run([read.prompt], read, [policy], clock, [1])
+        work, ((scored,),) = self._corridor.run([read.prompt], read, [policy], clock, [1])
+        self.last = scored.report
         return generate_inputs(self._model, read.prompt, work, scored.logits)
 
     @torch.no_grad()
@@ -323,36 +310,16 @@ class VLCache:
         computed = 0
         with self._lock:
             self._check_open()
-            self._check_weights()
+            self._corridor.check_weights()
             settings = processor_fingerprint(self._processor.image_processor)
             for picture in pictures:
                 (media,) = self._reader.read([picture], self._processor.image_processor, settings)
-                span = Span(media.content, 0, vision_tokens(self._model, media.grid), media.grid)
-                header = self._header(span, settings)
-                found = find(self.store, [header])
-                entry = found.entries.get(span.content)
-                if (
-                    entry is None
-                    or entry.capture != "neutral"
-                    or not set(self._checkpoint_layers) <= set(entry.checkpoints)
-                ):
-                    (encoded,) = self._encode([span], [media], found, 0)
-                    assert encoded is not None
-                    faults = keep(self.store, [self._neutral(header, encoded)])
-                    self.counters.reject(found.rejects + faults)
-                    computed += 1
+                computed += self._corridor.capture(media, settings)
         return computed
 
     def _check_open(self) -> None:
         if self._closed:
             raise InputError("this cache is closed; make a new VLCache")
-
-    def _check_weights(self) -> None:
-        """Look at the model again if its weights are no longer those that it had."""
-        if self._weights.changed():
-            self._geometry = describe(self._model)
-            self._fingerprint = self._weights.fingerprint()
-            self._prefixes.clear()
 
     def _text_only(self, inputs: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
         """Inputs without pictures, as they are: any number of prompts, padded or not."""
@@ -360,148 +327,10 @@ class VLCache:
         if bool((ids == self._model.config.image_token_id).any()):
             raise InputError("the prompt has vision tokens but no pixel_values; pass the processor's output as it is")
         self.last = Report((), policy.name, int(ids.shape[-1]))
-        return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-
-    def _run(
-        self, prompts: Sequence[Prompt], read: Request, policies: Sequence[Policy], clock: Clock, wanted: Sequence[int]
-    ) -> tuple[PromptPass, list[list[Scored]]]:
-        """Fill the K/V of prompts, which differ behind their pictures only, under each policy.
-
-        Returns a pass over the first one, and by prompt and policy the logits of its last `wanted` rows.
-        """
-        lost: set[EntryKey] = set()
-        while True:
-            try:
-                return self._attempt(prompts, read, policies, clock, wanted, lost)
-            except EntryLostError as error:  # found damaged while it was used: start again as if it were not there
-                lost.add(error.key)
-                clock.lose()
-                self.counters.reject([error.reason])
-
-    def _attempt(
-        self,
-        prompts: Sequence[Prompt],
-        read: Request,
-        policies: Sequence[Policy],
-        clock: Clock,
-        wanted: Sequence[int],
-        lost: Collection[EntryKey],
-    ) -> tuple[PromptPass, list[list[Scored]]]:
-        first, layers = prompts[0], self._geometry.layers
-        headers = [self._header(span, read.settings) for span in first.spans]
-        with pinned(self.store, headers):
-            with clock.stage("lookup"):
-                found = find(self.store, headers, lost)
-                prefix, begin = self._prefixes.longest(first.ids[: len(first.ids) - wanted[0]], first.spans)
-                if len(prompts) > 1:
-                    begin = min(begin, first.spans[-1].stop)
-                reused = reusable(first.spans, found.entries, begin)
-                where = dict(
-                    zip(first.spans, contexts(first.ids, first.spans, self._ends, headers[0].key.scope), strict=True)
-                )
-                known = [_evidence(found.entries[s.content], where[s], layers) for s in reused]
-                plans = [
-                    [make_plan(policy, reused, known, begin, len(prompt.ids), layers, n) for policy in policies]
-                    for prompt, n in zip(prompts, wanted, strict=True)
-                ]
-            with clock.stage("encode"):
-                encoded = self._encode(first.spans, read.media, found, begin)
-            with clock.stage("prefill"):
-                ran = run_plans(
-                    self._model,
-                    self._geometry,
-                    prompts,
-                    encoded,
-                    plans,
-                    policies,
-                    found.entries,
-                    prefix,
-                    self._checkpoint_layers,
-                )
-                _synchronize(self._device)
-        with clock.stage("store"):
-            token_s = 0.0, 0.0
-            if len(plans) == len(plans[0]) == 1:  # otherwise the seconds are not this plan's
-                new_tokens, token_s = token_seconds(ran.plan, first.spans, found.entries, clock.seconds)
-                self._worth.computed(new_tokens, new_tokens * sum(token_s))
-            new: Iterable[Entry] = capture(
-                ran.work,
-                ran.plan,
-                first.spans,
-                headers,
-                encoded,
-                first.positions,
-                found.entries,
-                ran.watch,
-                list(where.values()),
-                token_s,
-            )
-            if self.config.capture == "neutral":
-                new = (self._neutral(entry.header, entry.encoder) for entry in new)
-            faults = keep(self.store, new)
-            self._keep_prefix(first, ran.plan.begin, ran.exact_until, ran.work)
-        self.counters.reject(found.rejects + faults)
-        token_bytes = 2 * self._geometry.kv_heads * self._geometry.head_dim * self._model.dtype.itemsize
-        scored = [
-            [
-                Scored(
-                    one.logits,
-                    report_prompt(
-                        policy.name, one.passes, first.spans, found.entries, clock.seconds, token_bytes, one.verdict
-                    ),
-                )
-                for policy, one in zip(policies, its, strict=True)
-            ]
-            for its in ran.done
-        ]
-        for one in (one for some in scored for one in some):
-            self.counters.add(one.report)
-            self.last = one.report
-        return ran.work, scored
+        return {k: v.to(self._corridor.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
     def _policy(self, given: str | Policy) -> Policy:
         """A rule as it is written, with the numbers of the model's profile where it has one."""
         if not isinstance(given, str):
             return given
         return parse_policy(given) if self.profile is None else self.profile.policy(given)
-
-    def _neutral(self, header: Header, encoded: Tensor) -> Entry:
-        layers = self._checkpoint_layers
-        return neutral_entry(self._model, self._geometry, self._opening, header, encoded, layers, self._ends)
-
-    def _header(self, span: Span, settings: str) -> Header:
-        dtype, tenant = str(self._model.dtype), digest_tenant(self.config.cache_salt)
-        return Header(
-            key=EntryKey(span.content, scope(self._fingerprint, dtype, tenant)),
-            grid=span.grid,
-            tokens=span.length,
-            dtype=dtype,
-            geometry=self._geometry,
-            model=self._fingerprint,
-            processor=settings,
-            tenant=tenant,
-        )
-
-    def _encode(self, spans: Sequence[Span], media: Sequence[Media], found: Found, begin: int) -> list[Tensor | None]:
-        """Encoder output of every span; None for those in the exact prefix that nobody has to embed."""
-        outputs = {content: entry.encoder for content, entry in found.entries.items()}
-        pairs = zip(spans, media, strict=True)
-        new = {span.content: m for span, m in pairs if span.content not in outputs and span.start >= begin}
-        outputs |= encode(self._model, new)
-        self.counters.encoded += len(new)
-        return [outputs.get(span.content) for span in spans]
-
-    def _keep_prefix(self, prompt: Prompt, begin: int, exact: int, work: PromptPass) -> None:
-        if exact > begin and self._prefixes.capacity_bytes:
-            spans = tuple(s for s in prompt.spans if s.stop <= exact)
-            keys, values = ([cut(t, exact) for t in kv] for kv in (work.keys, work.values))
-            self._prefixes.put(ExactPrefix(prompt.ids[:exact].clone(), spans, keys, values))
-
-
-def _evidence(entry: Entry, here: Context, layers: int) -> Evidence:
-    return Evidence(layers, tuple(sorted(entry.checkpoints)), compare(entry.context, here))
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

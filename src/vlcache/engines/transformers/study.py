@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlcache.context import compare, contexts
+from vlcache.context import contexts
 from vlcache.engines.transformers.adapter import PromptPass, run_layer
 from vlcache.engines.transformers.cache import VLCache
+from vlcache.engines.transformers.corridor import Corridor
 from vlcache.engines.transformers.prompt import Prompt, longer
 from vlcache.engines.transformers.request import read_request
 from vlcache.errors import InputError
@@ -36,6 +37,8 @@ class Study:
 
     Attributes
     ----------
+    corridor : Corridor
+        Of the cache.
     prompt : Prompt
         With the continuation but its last token behind it.
     wanted : int
@@ -46,7 +49,7 @@ class Study:
         What rules may know of them.
     """
 
-    cache: VLCache
+    corridor: Corridor
     prompt: Prompt
     wanted: int
     placed: tuple[Placed, ...]
@@ -62,7 +65,7 @@ class Study:
         stale : mapping of int to frozenset of int, optional
             By place in `policies`, see `vlcache.prefill.Job`.
         """
-        model, geometry, prompt = self.cache._model, self.cache._geometry, self.prompt
+        model, geometry, prompt = self.corridor.model, self.corridor.geometry, self.prompt
         encoded = [placed.entry.encoder for placed in self.placed]
         spans, layers, end = [placed.span for placed in self.placed], geometry.layers, len(prompt.ids)
         jobs, passes = [], []
@@ -89,24 +92,24 @@ def study(cache: VLCache, request: Any, continuation: Sequence[int]) -> Study:
     InputError
         One of them is not known.
     """
-    read = read_request(request, {}, cache._model, cache._processor, cache._reader, Clock())
+    corridor = cache._corridor
+    read = read_request(request, {}, corridor.model, cache._processor, cache._reader, Clock())
     if read.prompt is None:
         raise InputError("the prompt has no picture")
     prompt = longer(read.prompt, continuation[:-1])
-    headers = [cache._header(span, read.settings) for span in prompt.spans]
+    headers = [corridor.header(span, read.settings) for span in prompt.spans]
     entries: Mapping[str, Entry] = find(cache.store, headers).entries
     lacking = [number for number, span in enumerate(prompt.spans, 1) if not _has_kv(entries.get(span.content))]
     if lacking:
         raise InputError(f"picture {lacking[0]} has not been captured")
-    where = contexts(prompt.ids, prompt.spans, cache._ends, headers[0].key.scope)
-    device, rope = cache._device, cache._geometry.rope
+    where = contexts(prompt.ids, prompt.spans, corridor.ends, headers[0].key.scope)
+    device, rope = corridor.device, corridor.geometry.rope
     placed, known = [], []
     for span, here in zip(prompt.spans, where, strict=True):
         entry = entries[span.content]
         placed.append(place(entry, span, prompt.positions[:, span.start : span.stop].to(device), rope))
-        changed = compare(entry.context, here)
-        known.append(Evidence(cache._geometry.layers, tuple(sorted(entry.checkpoints)), changed))
-    return Study(cache, prompt, len(continuation), tuple(placed), tuple(known))
+        known.append(corridor.evidence(entry, here))
+    return Study(corridor, prompt, len(continuation), tuple(placed), tuple(known))
 
 
 def _has_kv(entry: Entry | None) -> bool:
