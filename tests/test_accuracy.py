@@ -19,7 +19,7 @@ from evalmodel.questions import ASKED_AGAIN
 from vlcache import ConfigError, VLCacheError
 from vlcache.bench.accuracy import Outcome, Runner, peers_sweep, sweep
 from vlcache.bench.checkpoints import TINY, save_checkpoint
-from vlcache.bench.tally import ALL, enough, tally
+from vlcache.bench.tally import ALL, checks, enough, tally
 from vlcache.bench.tileworld import find_model, tileworld_plan, tileworld_trial
 from vlcache.bench.trials import Trial
 from vlcache.cli import cli
@@ -80,7 +80,7 @@ def test_the_same_context_loses_nothing(one_lab: Lab) -> None:
 
 
 def test_a_sweep_has_every_registered_policy() -> None:
-    assert {policy.partition(":")[0] for policy in peers_sweep(4)} == set(POLICIES)
+    assert {policy.partition(":")[0] for policy in peers_sweep(30)} == set(POLICIES)
     assert all(parse_policy(policy).name == policy for policy in (*sweep(30), *peers_sweep(30)))
 
 
@@ -352,3 +352,38 @@ def test_rows_that_cannot_be_used_are_named_and_the_run_fails_at_the_end(checkpo
     nothing = bench("--model", str(checkpoint), *options, "--families", "Chemistry", "--out", str(tmp_path / "none"))
     assert nothing.exit_code == 1
     assert "no row of family 'Chemistry'" in nothing.output
+
+
+def told(trial: str, policy: str, agree: bool, verified: str = "", against: float = 0.0) -> Outcome:
+    return Outcome(
+        trial, "f", "c", policy, "a", "a", "a" if agree else "b", agree, True, agree, 0.0, 0.1, verified, 0.5, against
+    )
+
+
+def test_checks_are_judged_by_what_naive_reuse_got_right() -> None:
+    outcomes = [told(str(n), "none", n < 4) for n in range(7)]
+    outcomes += [
+        told("0", "verified:1,1", True, "safe", -5.0),
+        told("1", "verified:1,1", True, "safe", -3.0),
+        told("2", "verified:1,1", True, "recomputed", -1.0),  # an alarm, though the look kept the answer
+        told("3", "verified:1,1", True, "skipped"),
+        told("4", "verified:1,1", True, "repaired", 4.0),
+        told("5", "verified:1,1", False, "safe", -2.0),  # missed, and wrong
+        told("6", "verified:1,1", False, "repaired", 2.0),  # seen, and settled wrongly
+        told("7", "verified:1,1", True, "safe", 9.0),  # naive reuse was not asked
+        told("0", "prefix:0.1", True),
+    ]
+    (found,) = checks(outcomes).values()
+    assert found == {
+        "asked": 7,
+        "checked": 6,
+        "safe": 3,
+        "unsafe": 3,
+        "results": {"safe": 3, "recomputed": 1, "repaired": 2},
+        "auc": round(8 / 9, 5),
+        "false_alarms": 1,
+        "missed": 1,
+        "accepted_wrong": 2,
+    }
+    assert checks(outcomes[:9])["verified:1,1"]["auc"] is None
+    assert checks([one for one in outcomes if one.policy != "none"]) == {}

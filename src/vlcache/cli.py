@@ -24,7 +24,7 @@ class _DType(click.Choice[str]):
 
 
 _DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-_POLICY = click.option("--policy", help="What is recomputed of a known picture: full, none, prefix:0.02, layered:1,...")
+_POLICY = click.option("--policy", help="What is recomputed of a known picture: auto, full, none, prefix:0.02, ...")
 _MODEL = click.option(
     "--model",
     default="tileworld",
@@ -149,13 +149,14 @@ def profile(
     """Measure what reuse costs a model, layer by layer, and write its profile."""
     from rich.console import Console
 
-    from vlcache.profiling.run import Settings, run
+    from vlcache.profiling.run import Settings, check, run
 
     if target_kl is not None and target_share is not None:
         raise click.UsageError("--target-kl and --target-share are both given; budgets are solved for one of them")
     if target_share is None and target_kl is None:
         target_kl = 0.005
     settings = Settings(target_kl=target_kl, target_share=target_share, **options)
+    check(settings)
     loaded, processor = _load(model, dtype, device, quiet=False)
     found = run(settings, loaded, processor, out, Console())
     click.echo(json.dumps(found.to_dict()))

@@ -87,7 +87,7 @@ class Config:
     always_reuse: bool = False
 
     def __post_init__(self) -> None:
-        if self.policy != "layered" or not self.profile:  # which is where its ratios come from
+        if self.policy != "layered":  # whose ratios the model's profile may have
             parse_policy(self.policy)
         for name in ("memory_gb", "prefix_gb", "disk_gb", "redis_gb"):
             if not 0 <= getattr(self, name) < math.inf:

@@ -42,40 +42,50 @@ class Profile:
         L.
     pairs : int
         Prompts in two contexts that it was measured on.
-    alone : tuple of float
-        By layer l: divergence of the answer (KL, nats) when the picture's K/V of that layer alone are reused.
-    onward : tuple of float
+    alone, alone_flips : tuple of float
+        By layer l: divergence of the answer (KL, nats) when the picture's K/V of that layer alone are reused, and the
+        share of answers that differ.
+    onward, onward_flips : tuple of float
         By layer l: when those of all layers from l on are.
     deep : tuple of float
         By layer m: agreement with full recompute when all of a picture's tokens are computed from m on, where text of
         its turn changed what was read into it. Empty where no pair showed that.
     budgets : tuple of float
         By layer the share of a picture's leading tokens to compute; never grows with depth.
-    predicted_kl, measured_kl : float
-        Of the budgets: what the model of additive errors says, and what held-out pairs say.
-    band : tuple
-        `(enter, narrow, share)` of `vlcache.policies.Band`.
+    predicted_kl : float
+        Of the budgets, by the sum over layers.
+    measured_kl : float or None
+        Of the budgets, on `held_out` pairs that they were not solved on; None where there were none.
+    held_out : int
+    band : tuple or None
+        `(enter, narrow, share)` of `vlcache.policies.Band`; None where none was found that is less than everything.
     at_once : bool
         Whether the band is computed wherever text of the turn changed, because a check there misses more than its risk.
     tau, probes
         Of `vlcache.policies.Verified`.
+    checked : int
+        Pairs that the check was calibrated on.
     agreement : float
-        With full recompute, where the check decides, on the pairs.
+        With full recompute, where the check decides, on those pairs.
     """
 
     model: str
     layers: int
     pairs: int
     alone: tuple[float, ...]
+    alone_flips: tuple[float, ...]
     onward: tuple[float, ...]
+    onward_flips: tuple[float, ...]
     deep: tuple[float, ...]
     budgets: tuple[float, ...]
     predicted_kl: float
-    measured_kl: float
-    band: tuple[int, int, float]
+    measured_kl: float | None
+    held_out: int
+    band: tuple[int, int, float] | None
     at_once: bool
     tau: float
     probes: int
+    checked: int
     agreement: float
 
     def policy(self, text: str) -> Policy:
@@ -87,10 +97,9 @@ class Profile:
 
     def auto(self) -> Policy:
         base: Policy = Layered(self.budgets) if any(self.budgets) else NoRecompute()
-        band = Band(*self.band)
-        if self.at_once:
-            return Auto(Verified(self.tau, self.probes, base=base), band)
-        return Auto(Verified(self.tau, self.probes, repair=band, base=base))
+        band = None if self.band is None else Band(*self.band)
+        verified = Verified(self.tau, self.probes, repair=None if self.at_once else band)
+        return Auto(verified, band if self.at_once else None, base)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
@@ -134,7 +143,7 @@ def read_profile(path: Path) -> Profile:
         )
     try:
         profile = _parse(data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"profile {path}: {error}; run `vlcache profile` again") from None
     widened = tuple(accumulate(reversed(profile.budgets), max))[::-1]
     if widened != profile.budgets:
@@ -148,7 +157,7 @@ def _parse(data: dict[str, Any]) -> Profile:
     if missing:
         raise ValueError(f"lacks {', '.join(missing)}")
     layers, band = int(data["layers"]), data["band"]
-    for name in ("alone", "onward", "budgets"):
+    for name in ("alone", "alone_flips", "onward", "onward_flips", "budgets"):
         if len(data[name]) != layers:
             raise ValueError(f"{name} has {len(data[name])} numbers for {layers} layers")
     profile = Profile(
@@ -156,18 +165,22 @@ def _parse(data: dict[str, Any]) -> Profile:
         layers=layers,
         pairs=int(data["pairs"]),
         alone=tuple(map(_finite, data["alone"])),
+        alone_flips=tuple(map(_finite, data["alone_flips"])),
         onward=tuple(map(_finite, data["onward"])),
+        onward_flips=tuple(map(_finite, data["onward_flips"])),
         deep=tuple(map(_finite, data["deep"])),
         budgets=tuple(map(_finite, data["budgets"])),
         predicted_kl=_finite(data["predicted_kl"]),
-        measured_kl=_finite(data["measured_kl"]),
-        band=(int(band[0]), int(band[1]), _finite(band[2])),
+        measured_kl=None if data["measured_kl"] is None else _finite(data["measured_kl"]),
+        held_out=int(data["held_out"]),
+        band=None if band is None else (int(band[0]), int(band[1]), _finite(band[2])),
         at_once=bool(data["at_once"]),
         tau=_finite(data["tau"]),
         probes=int(data["probes"]),
+        checked=int(data["checked"]),
         agreement=_finite(data["agreement"]),
     )
-    if profile.band[0] >= layers:
+    if profile.band is not None and profile.band[0] >= layers:
         raise ValueError(f"a band from layer {profile.band[0]} of {layers}")
     for policy in (profile.layered, profile.auto):
         policy()  # ratios, layers and counts in range, or ConfigError

@@ -45,8 +45,8 @@ class Verdict:
     moved : tuple of float
         How far the answering row's distribution moved with each pass behind the first: KL, nats.
     against : float
-        By how much the last pass prefers another first token to the one that naive reuse gives: difference of
-        log-probabilities, negative where it keeps that token.
+        By how much the last look prefers another first token to the one that the first pass gives: difference of
+        log-probabilities, negative where it keeps that token. What tells safe from unsafe reuse.
     looked_at : tuple of int
         Prompt indices of the tokens that were computed afresh to see.
     """
@@ -112,6 +112,7 @@ class _Case:
     passes: list[Plan] = field(default_factory=list)
     moved: list[float] = field(default_factory=list)
     looked_at: tuple[int, ...] = ()
+    looks: int = 0
     answers: list[Tensor] = field(default_factory=list)
 
     @property
@@ -133,7 +134,8 @@ class _Case:
         if result == "recomputed":  # of what stands before, as the first pass left it
             before = (s.span.start for s in self.passes[0].spans if s.span.start < self.begin and not s.exact)
             exact_until = min(before, default=self.passes[0].end)
-        against = preference(self.answers[-1][0], self.answers[0][0])
+        looked = self.answers[min(self.looks, len(self.answers) - 1)]
+        against = preference(looked[0], self.answers[0][0])
         verdict = Verdict(result, tuple(self.moved), against, self.looked_at)
         return Done(tuple(self.passes), self.answers[-1], exact_until, verdict, tuple(self.answers[:-1]))
 
@@ -260,6 +262,7 @@ def _probe(case: _Case, probes: int) -> Job | None:
     ranked = sorted(stale, key=lambda i: -float(paid[i]))[:probes]
     if not ranked:
         return None
+    case.looks += 1
     case.looked_at = tuple(sorted((*case.looked_at, *ranked)))
     case.gaze = case.gaze.again()
     case.job.adapter.follow_attention(case.gaze)

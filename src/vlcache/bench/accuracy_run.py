@@ -101,7 +101,13 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
     """
     start = time.perf_counter()
     runner = Runner(
-        model, processor, settings.policies, settings.max_new_tokens, settings.store_dtype, settings.capture
+        model,
+        processor,
+        settings.policies,
+        settings.max_new_tokens,
+        settings.store_dtype,
+        settings.capture,
+        settings.profile,
     )
     trials, total = _trials(settings)
     out.mkdir(parents=True, exist_ok=True)
@@ -157,7 +163,7 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
         console.print(
             f"{policy} checked {its['checked']} of {its['asked']} trials: {its['false_alarms']} alarms where naive "
             f"reuse was right ({its['safe']}), {its['missed']} missed where it was wrong ({its['unsafe']}), "
-            f"AUC {its['auc']}",
+            f"AUC {its['auc']}; {its['accepted_wrong']} answers that it let stand or repaired are not full recompute's",
             markup=False,
         )
     if ratios:

@@ -99,8 +99,9 @@ def enough(rows: Iterable[Row], most_lost: float = 0.005) -> dict[str, float]:
 def checks(outcomes: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
     """How well checks tell safe from unsafe reuse, by policy, over trials that were checked and that `none` answered.
 
-    An alarm is a first token other than naive reuse's, or a recompute. `auc` is the area under the ROC of `against`,
-    None where all trials are of one kind.
+    An alarm is a first token other than naive reuse's at the last look, or a recompute. `auc` is the area under the ROC
+    of `against`, None where all trials are of one kind. `accepted_wrong` are answers that the check let stand or
+    repaired and that are not full recompute's.
     """
     outcomes = list(outcomes)
     safe = {one.trial: one.agree for one in outcomes if one.policy == "none"}
@@ -125,6 +126,7 @@ def checks(outcomes: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
             "auc": _auc([one.against for one in right], [one.against for one in wrong]),
             "false_alarms": sum(_alarmed(one) for one in right),
             "missed": sum(not _alarmed(one) for one in wrong),
+            "accepted_wrong": sum(one.verified != "recomputed" and not one.agree for one in group),
         }
     return found
 

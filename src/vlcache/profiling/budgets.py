@@ -4,22 +4,26 @@ What reuse costs is taken as a sum over the layers, and the front's share of it 
 
     KL(r_0 .. r_L-1)  =  sum over l of  cost_l * (1 - gain(r_l))          r_0 >= r_1 >= ... >= r_L-1
 
-For a price on divergence the cheapest budgets are found exactly, layer by layer from the deepest; the price is then
-raised until the bound holds.
+The best budgets are found exactly, layer by layer from the deepest: for every sum of ratios so far, and every ratio
+that the layer above may not go below, the least divergence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+
+import numpy as np
 
 __all__ = ["gain_curve", "predicted", "solve"]
 
-_STEPS = 60
+_UNIT = 0.01
+"""What all ratios are multiples of."""
 
 
 def gain_curve(none: float, by_ratio: Mapping[float, float]) -> dict[float, float]:
-    """By ratio, the share of reuse's divergence that computing so much of the front takes away; it never falls.
+    """By ratio, the share of reuse's divergence that computing so much of the front takes away.
+
+    It never falls: where a larger front was measured to take away less, that is what a smaller one is credited with.
 
     Parameters
     ----------
@@ -28,11 +32,11 @@ def gain_curve(none: float, by_ratio: Mapping[float, float]) -> dict[float, floa
     by_ratio : mapping of float to float
         Divergence when so much of the front is computed in every layer.
     """
-    gain, best = {0.0: 0.0}, 0.0
-    for ratio, kl in sorted(by_ratio.items()):
-        best = max(best, min(1.0, 1 - kl / none) if none > 0 else 0.0)
-        gain[ratio] = best
-    return gain | {1.0: 1.0}
+    gain, least = {1.0: 1.0}, 1.0
+    for ratio, kl in sorted(by_ratio.items(), reverse=True):
+        least = min(least, max(0.0, 1 - kl / none) if none > 0 else 0.0)
+        gain[ratio] = least
+    return {0.0: 0.0, **dict(sorted(gain.items()))}
 
 
 def predicted(cost: Sequence[float], gain: Mapping[float, float], budgets: Sequence[float]) -> float:
@@ -54,49 +58,40 @@ def solve(
     cost : sequence of float
         By layer, what reusing it costs.
     gain : mapping of float to float
-        See `gain_curve`; its ratios are those that are tried.
+        See `gain_curve`; its ratios, whole percents, are those that are tried.
     """
     assert (target_kl is None) != (target_share is None)
-    low, high = 0.0, 1.0
-    fits = (0.0,) * len(cost) if target_share is not None else (1.0,) * len(cost)
-
-    def enough(budgets: tuple[float, ...]) -> bool:
-        if target_kl is not None:
-            return predicted(cost, gain, budgets) <= target_kl
-        assert target_share is not None
-        return sum(budgets) / len(budgets) > target_share
-
-    while high < 1e12 and not enough(_cheapest(cost, gain, high)):
-        high *= 10
-    for _ in range(_STEPS):
-        price = (low + high) / 2
-        budgets = _cheapest(cost, gain, price)
-        if enough(budgets):
-            high = price
-            fits = budgets if target_kl is not None else fits
-        else:
-            low = price
-            fits = budgets if target_share is not None else fits
-    return fits
-
-
-def _cheapest(cost: Sequence[float], gain: Mapping[float, float], price: float) -> tuple[float, ...]:
-    """Non-increasing budgets that minimise the sum of ratios and `price` times the divergence."""
     ratios = sorted(gain)
-    best = [0.0] * len(ratios)  # of the layers below, none of them over ratios[i]
-    choices: list[list[int]] = []
+    units = [round(ratio / _UNIT) for ratio in ratios]
+    size = units[-1] * len(cost) + 1
+    best = np.full((len(ratios), size), np.inf)  # of the deeper layers, by the first one's ratio and the sum of all
+    best[:, 0] = 0.0
+    taken = []
     for each in reversed(cost):
-        here = [best[i] + ratio + price * each * (1 - gain[ratio]) for i, ratio in enumerate(ratios)]
-        choice: list[int] = []
-        best = []
-        for i, value in enumerate(here):
-            take = i if not choice or value < best[-1] else choice[-1]
-            choice.append(take)
-            best.append(here[take])
-        choices.append(choice)
-    budgets, allowed = [], len(ratios) - 1
-    for choice in reversed(choices):
-        allowed = choice[allowed]
-        budgets.append(ratios[allowed])
-    assert all(a >= b for a, b in pairwise(budgets))
+        below, lowest = _running_least(best)
+        taken.append(lowest)
+        best = np.full_like(best, np.inf)
+        for i, ratio in enumerate(ratios):
+            best[i, units[i] :] = below[i, : size - units[i]] + each * (1 - gain[ratio])
+    if target_kl is not None:
+        spent = int(np.argmax((best <= target_kl * (1 + 1e-12) + 1e-15).any(0)))
+    else:
+        assert target_share is not None
+        allowed = int(target_share * len(cost) / _UNIT + 1e-9)
+        spent = int(np.argmin(best[:, : allowed + 1].min(0)))
+    chosen, budgets = int(np.argmin(best[:, spent])), []
+    for lowest in reversed(taken):
+        budgets.append(ratios[chosen])
+        spent -= units[chosen]
+        chosen = int(lowest[chosen, spent])
     return tuple(budgets)
+
+
+def _running_least(best: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For every row the least of it and those above, and which row that is in."""
+    below, lowest = best.copy(), np.zeros(best.shape, dtype=np.int64)
+    for i in range(1, len(best)):
+        better = best[i] < below[i - 1]
+        below[i] = np.where(better, best[i], below[i - 1])
+        lowest[i] = np.where(better, i, lowest[i - 1])
+    return below, lowest

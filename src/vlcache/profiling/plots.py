@@ -26,7 +26,7 @@ def plot_profile(profile: Profile, records: Sequence[PairRecord], out: Path) -> 
     layers.legend(fontsize=7)
     if profile.deep:
         depth.plot([100 * share for share in profile.deep], marker=".")
-        depth.axvline(profile.band[0], color="grey", lw=0.6)
+        depth.axvline(profile.band[0] if profile.band else 0, color="grey", lw=0.6)
     depth.set(xlabel="all tokens computed from this layer on", ylabel="agreement, %", title="text of the turn changed")
     for number, (label, agree) in enumerate((("naive reuse right", True), ("wrong", False))):
         moved = [max(_LEAST, record.moved[0]) for record in records if record.moved and record.agree == agree]

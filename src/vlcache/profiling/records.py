@@ -9,7 +9,10 @@ from pathlib import Path
 
 from vlcache.errors import ConfigError
 
-__all__ = ["PairRecord", "Records", "outcome"]
+__all__ = ["RECORDS_VERSION", "PairRecord", "Records", "outcome"]
+
+
+RECORDS_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,12 @@ class PairRecord:
         Divergence of the answer when all K/V are reused: KL(full || reused), mean over its tokens, nats.
     agree : bool
         Whether it is full recompute's, token by token.
+    held_out : bool
+        Whether budgets are tested on it.
     alone, onward : tuple of float
         By layer, see `vlcache.profile.Profile`; empty where not measured.
+    alone_flips, onward_flips : tuple of bool
+        Whether the answer differs.
     fronts : mapping of str to float
         Divergence by the ratio of the front that every layer computes.
     moved : tuple of float
@@ -43,8 +50,11 @@ class PairRecord:
     changed: str
     kl: float
     agree: bool
+    held_out: bool = False
     alone: tuple[float, ...] = ()
     onward: tuple[float, ...] = ()
+    alone_flips: tuple[bool, ...] = ()
+    onward_flips: tuple[bool, ...] = ()
     fronts: Mapping[str, float] = field(default_factory=dict)
     moved: tuple[float, ...] = ()
     settled: tuple[bool, ...] = ()
@@ -73,16 +83,16 @@ class Records:
     def __init__(self, path: Path, settings: str) -> None:
         self._path = path
         self._found: dict[str, PairRecord] = {}
-        if path.exists():
-            first, *lines = path.read_text(encoding="utf-8").splitlines()
-            if first != settings:
-                raise ConfigError(f"{path}: left by a run with other settings; finish that one or remove the file")
-            for line in lines:
-                record = _read(line)
-                if record is not None:
-                    self._found[record.name] = record
-        else:
-            path.write_text(settings + "\n", encoding="utf-8")
+        first, *lines = (path.read_text(encoding="utf-8").splitlines() if path.exists() else []) or [""]
+        if first not in ("", settings):
+            raise ConfigError(f"{path}: left by a run with other settings; finish that one or remove the file")
+        for line in lines:
+            record = _read(line)
+            if record is not None:
+                self._found[record.name] = record
+        # Without a line that was cut off, which the next one would continue
+        whole = [json.dumps(asdict(record)) for record in self._found.values()]
+        path.write_text("\n".join([settings, *whole]) + "\n", encoding="utf-8")
 
     def get(self, name: str) -> PairRecord | None:
         return self._found.get(name)

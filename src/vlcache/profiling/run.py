@@ -12,37 +12,40 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from rich.console import Console
 
+from vlcache.bench.accuracy_run import Settings as TrialSettings
+from vlcache.bench.accuracy_run import check as check_trials
 from vlcache.bench.asking import Asker, divergence_of
 from vlcache.bench.datasets import REAL_CHANGES, dataset_trials
 from vlcache.bench.progress import progress
 from vlcache.bench.rows import Skipped
 from vlcache.bench.tileworld import NAME, tileworld_plan, tileworld_trial
 from vlcache.bench.trials import Trial
+from vlcache.context import Changed
 from vlcache.engines.transformers.study import Study, study
 from vlcache.engines.transformers.support import describe
 from vlcache.engines.transformers.weights import WeightsWatch
-from vlcache.errors import InputError, MediaError
+from vlcache.errors import ConfigError, InputError, MediaError
 from vlcache.policies import Band, Check, Evidence, Full, Layered, NoRecompute, Policy, Prefix, Rule, Verified
 from vlcache.profile import Profile
 from vlcache.profiling.plots import plot_profile
-from vlcache.profiling.records import PairRecord, Records
-from vlcache.profiling.solve import Targets, bands_to_try, enter_layer, make_profile
+from vlcache.profiling.records import RECORDS_VERSION, PairRecord, Records
+from vlcache.profiling.solve import LEAST_PAIRS, Targets, bands_to_try, digits, enter_layer, make_profile
 from vlcache.ranges import Ranges
 from vlcache.types import Span
 from vlcache.verify import Done
 
-__all__ = ["Settings", "run"]
+__all__ = ["Settings", "check", "run"]
 
 T = TypeVar("T")
 
 # Rules that hold their K/V side by side
 _AT_ONCE = 8
-_GRAVITY = ("text", "pictures", "turn", "neighbours")
+_GRAVITY = get_args(Changed)
 _FRONTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 # More of those that a check decides about; text of other turns is for the layers
 _TURNS = (
@@ -60,7 +63,7 @@ class Settings:
     pairs : int
         Calibration pairs.
     held_out : int
-        Pairs, of those whose layers are measured, that budgets are tested on instead.
+        Pairs, of those with nothing but other turns' text changed, that budgets are tested on and not solved on.
     layer_pairs, deep_pairs : int
         Of how many pairs single layers, and depths, are measured.
     probes : int
@@ -85,6 +88,13 @@ class Settings:
     max_new_tokens: int = 16
 
 
+def check(settings: Settings) -> None:
+    """Raise ConfigError for settings that cannot lead to a profile, before a model is loaded."""
+    if settings.pairs < LEAST_PAIRS:
+        raise ConfigError(f"--pairs {settings.pairs}: too few to say anything; give {LEAST_PAIRS} or more")
+    check_trials(TrialSettings(dataset=settings.dataset, data=settings.data))
+
+
 def run(settings: Settings, model: Any, processor: Any, out: Path, console: Console) -> Profile:
     """Measure, write `out` and plots beside it.
 
@@ -93,36 +103,43 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
     Raises
     ------
     ConfigError
-        Too few pairs; settings other than those of the run that is to be gone on with.
+        As `check`; too few usable pairs; settings other than those of the run that is to be gone on with.
     """
+    check(settings)
     layers = describe(model).layers
     fingerprint = WeightsWatch(model).profile_fingerprint()
     trials = list(_trials(settings))
     out.parent.mkdir(parents=True, exist_ok=True)
-    about = json.dumps(asdict(settings) | {"model": fingerprint}, sort_keys=True)
-    records = Records(out.with_suffix(".pairs.jsonl"), about)
+    about = asdict(settings) | {"model": fingerprint, "dtype": str(model.dtype), "records": RECORDS_VERSION}
+    records = Records(out.with_suffix(".pairs.jsonl"), json.dumps(about, sort_keys=True))
     with Asker(model, processor, settings.max_new_tokens, range(1, layers)) as asker:
         measure = _Measure(asker, layers, settings)
         found = _each(trials, records, console, "pairs", measure.pair)
-        enter = enter_layer(found, layers)
-        bands = bands_to_try(enter, layers)
-        turn = [trial for trial, record in zip(trials, found, strict=True) if record.changed == "turn"]
-        named = {trial.name: record for trial, record in zip(trials, found, strict=True)}
-        for record in _each(
-            turn, records, console, "bands", lambda trial, _: measure.bands(trial, named[trial.name], bands)
-        ):
-            named[record.name] = record
+        bands = bands_to_try(enter_layer(list(found.values()), layers), layers)
+        turn = [trial for trial in trials if trial.name in found and found[trial.name].changed == "turn"]
+        found |= _each(turn, records, console, "bands", lambda trial, _: measure.bands(trial, found[trial.name], bands))
         targets = Targets(settings.target_kl, settings.target_share)
-        profile = make_profile(fingerprint, layers, list(named.values()), targets, settings.probes)
-        budgets = Layered(profile.budgets)
-        benign = [trial for trial in trials if named[trial.name].changed == "text" and not named[trial.name].alone]
-        measured = [measure.divergence(trial, budgets) for trial in benign[: settings.held_out]]
-    if measured:
-        profile = replace(profile, measured_kl=float(f"{sum(measured) / len(measured):.3g}"))
+        profile = make_profile(fingerprint, layers, list(found.values()), targets, settings.probes)
+        held_out = [trial for trial in trials if trial.name in found and found[trial.name].held_out]
+        tested = [measure.divergence(trial, Layered(profile.budgets)) for trial in held_out]
+    if tested:
+        profile = replace(profile, measured_kl=digits(sum(tested) / len(tested)), held_out=len(tested))
     profile.write(out)
-    plot_profile(profile, list(named.values()), out)
+    for path in (out, *plot_profile(profile, list(found.values()), out)):
+        console.print(f"wrote {path}", markup=False)
+    console.print(_in_words(profile), markup=False)
     records.close()
     return profile
+
+
+def _in_words(profile: Profile) -> str:
+    share = sum(profile.budgets) / profile.layers
+    shown = "not tested, no pair was held out" if profile.measured_kl is None else f"measured {profile.measured_kl:.2g}"
+    return (
+        f"budgets compute {share:.1%} of a picture: KL predicted {profile.predicted_kl:.2g}, {shown} "
+        f"({profile.held_out} pairs); band {profile.band}{' at once' if profile.at_once else ''}; tau {profile.tau}: "
+        f"{profile.agreement:.1%} of {profile.checked} checked pairs end as full recompute does"
+    )
 
 
 def _trials(settings: Settings) -> Iterator[Trial]:
@@ -153,16 +170,22 @@ def _each(
     console: Console,
     what: str,
     measure: Callable[[Trial, Sequence[PairRecord]], PairRecord],
-) -> list[PairRecord]:
-    """Records of trials, those that are there already as they are; `measure` is told those before."""
-    found: list[PairRecord] = []
+) -> dict[str, PairRecord]:
+    """Records of trials by name, those that are there already as they are; `measure` is told those before. A trial
+    whose prompt cannot be used is named and left out."""
+    found: dict[str, PairRecord] = {}
     with progress(console, len(trials), what) as step:
         for trial in trials:
             record = records.get(f"{what}/{trial.name}")
             if record is None:
-                record = replace(measure(trial, found), name=f"{what}/{trial.name}")
+                try:
+                    record = replace(measure(trial, list(found.values())), name=f"{what}/{trial.name}")
+                except (InputError, MediaError) as error:
+                    console.print(f"skipped {trial.name}: {error}", markup=False)
+                    step()
+                    continue
                 records.put(record)
-            found.append(replace(record, name=trial.name))
+            found[trial.name] = replace(record, name=trial.name)
             step()
     return found
 
@@ -209,6 +232,8 @@ class _Measure:
             moved=tuple(map(float, moved)),
             settled=tuple(settled),
         )
+        if changed == "text" and sum(one.held_out for one in before) < self._settings.held_out:
+            return replace(record, held_out=True)
         if changed == "text" and sum(bool(one.alone) for one in before) < self._settings.layer_pairs:
             return replace(record, **self._by_layer(asked))
         missing_deep = sum(bool(one.deep) for one in before) < self._settings.deep_pairs
@@ -230,23 +255,22 @@ class _Measure:
 
     def _by_layer(self, asked: _Asked) -> dict[str, Any]:
         layers = range(self._layers)
-        everything = [Full()] * self._layers
-        alone = asked.each(everything, asked.divergence, {layer: frozenset({layer}) for layer in layers})
-        from_on = [Layered((1.0,) * layer + (0.0,) * (self._layers - layer)) for layer in layers]
+        stale = {layer: frozenset({layer}) for layer in layers}
+        alone = asked.each([Full()] * self._layers, asked.both, stale)
+        onward = asked.each([Layered((1.0,) * layer + (0.0,) * (self._layers - layer)) for layer in layers], asked.both)
         fronts = asked.each([Prefix(ratio, 1) for ratio in _FRONTS], asked.divergence)
         return {
-            "alone": tuple(alone),
-            "onward": tuple(asked.each(from_on, asked.divergence)),
+            "alone": tuple(kl for kl, _ in alone),
+            "alone_flips": tuple(not agree for _, agree in alone),
+            "onward": tuple(kl for kl, _ in onward),
+            "onward_flips": tuple(not agree for _, agree in onward),
             "fronts": {str(ratio): kl for ratio, kl in zip(_FRONTS, fronts, strict=True)},
         }
 
     def _ask(self, trial: Trial) -> _Asked:
-        try:
-            self._asker.capture(trial)
-            plain = self._asker.plain(trial.asked)
-            return _Asked(study(self._asker.cache, trial.asked, plain.tokens), plain.tokens, plain.logits)
-        except MediaError as error:
-            raise InputError(f"{trial.name}: {error}") from error
+        self._asker.capture(trial)
+        plain = self._asker.plain(trial.asked)
+        return _Asked(study(self._asker.cache, trial.asked, plain.tokens), plain.tokens, plain.logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +283,9 @@ class _Asked:
 
     def divergence(self, done: Done) -> float:
         return divergence_of(self.logits, done.logits.float())
+
+    def both(self, done: Done) -> tuple[float, bool]:
+        return self.divergence(done), self.agrees(done)
 
     def agrees(self, done: Done) -> bool:
         return self.agrees_with(done.logits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vlcache.errors import ConfigError
@@ -12,7 +12,17 @@ from vlcache.profile import Profile
 from vlcache.profiling.budgets import gain_curve, predicted, solve
 from vlcache.profiling.records import PairRecord, outcome
 
-__all__ = ["LEAST_PAIRS", "RISK", "Targets", "agreement", "bands_to_try", "enter_layer", "make_profile", "threshold"]
+__all__ = [
+    "LEAST_PAIRS",
+    "RISK",
+    "Targets",
+    "agreement",
+    "bands_to_try",
+    "digits",
+    "enter_layer",
+    "make_profile",
+    "threshold",
+]
 
 LEAST_PAIRS = 24
 """Fewer pairs than this say nothing about a share of 99.5 %."""
@@ -21,6 +31,8 @@ RISK = 0.005
 """Share of answers that may differ from full recompute's."""
 
 _SAFE_QUANTILE = 0.75
+# What an answer moves by rounding alone
+_LEAST_TAU = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +75,17 @@ def _cost(band: Band, layers: int) -> float:
 
 def threshold(records: Sequence[PairRecord]) -> float:
     """Tau: what the first look moves three quarters of the safe answers by, so that in doubt there is a further look,
-    which costs little; less where more than `RISK` of the answers would differ."""
+    which costs little; less where more than `RISK` of the answers would differ, and 0 where no other is good.
+
+    A smaller tau is not always safer: an answer that stood at the first look may settle wrongly at a later one. So the
+    tau that is given was tried.
+    """
     checked = [record for record in records if record.moved]
-    tried = sorted({moved for record in checked for moved in record.moved} | {0.0})
+    tried = sorted({digits(moved) for record in checked for moved in record.moved} | {0.0})
     good = [tau for tau in tried if agreement(checked, tau) >= 1 - RISK]
-    largest = good[-1] if good else 0.0
     safe = sorted(record.moved[0] for record in checked if record.agree)
-    return min(largest, safe[math.ceil(_SAFE_QUANTILE * len(safe)) - 1]) if safe else largest
+    enough = digits(safe[math.ceil(_SAFE_QUANTILE * len(safe)) - 1]) if safe else tried[-1]
+    return max((tau for tau in good if tau <= max(enough, _LEAST_TAU)), default=0.0)
 
 
 def agreement(records: Sequence[PairRecord], tau: float) -> float:
@@ -77,49 +93,55 @@ def agreement(records: Sequence[PairRecord], tau: float) -> float:
     return _share(outcome(record, tau)[0] for record in records)
 
 
-def make_profile(
-    model: str, layers: int, records: Sequence[PairRecord], targets: Targets, probes: int, measured_kl: float = 0.0
-) -> Profile:
-    """See `Profile`.
+def make_profile(model: str, layers: int, records: Sequence[PairRecord], targets: Targets, probes: int) -> Profile:
+    """See `Profile`; its budgets are not tested yet.
 
     Raises
     ------
     ConfigError
-        Too few pairs, or none whose layers were measured.
+        Too few pairs, none whose layers were measured, or none with anything suspicious.
     """
     measured = [record for record in records if record.alone]
-    if len(records) < LEAST_PAIRS or not measured:
+    suspicious = [record for record in records if record.moved]
+    if len(records) < LEAST_PAIRS or not measured or not suspicious:
         raise ConfigError(
-            f"{len(records)} calibration pairs, {len(measured)} of them with nothing but other turns' text changed; "
-            f"give at least {LEAST_PAIRS}, and 1 of those"
+            f"{len(records)} usable calibration pairs, in {len(measured)} of them nothing but other turns' text "
+            f"changed, in {len(suspicious)} something suspicious; give at least {LEAST_PAIRS}, and both kinds"
         )
-    alone, onward = (_mean_by_layer([getattr(record, name) for record in measured]) for name in ("alone", "onward"))
-    budgets, expected = _budgets(measured, alone, targets)
+    by_layer = {
+        name: _mean_by_layer([tuple(map(float, getattr(record, name))) for record in measured])
+        for name in ("alone", "alone_flips", "onward", "onward_flips")
+    }
+    budgets, expected = _budgets(measured, by_layer["alone"], targets)
     enter = enter_layer(records, layers)
     band = _band(records, enter, layers)
-    suspicious = [record for record in records if record.moved]
     others = [record for record in suspicious if record.changed != "turn"]
     turn = [record for record in suspicious if record.changed == "turn"]
     tau = threshold(others or suspicious)
     blind = agreement(turn, tau) < 1 - RISK
-    at_once = blind and _share(record.bands.get(band.name, False) for record in turn) >= 1 - RISK
+    holds = band is not None and _share(record.bands.get(band.name, False) for record in turn) >= 1 - RISK
+    at_once = blind and holds
     if blind and not at_once:
         tau = threshold(suspicious)
     return Profile(
         model=model,
         layers=layers,
         pairs=len(records),
-        alone=_rounded(alone),
-        onward=_rounded(onward),
+        alone=_rounded(by_layer["alone"]),
+        alone_flips=_rounded(by_layer["alone_flips"]),
+        onward=_rounded(by_layer["onward"]),
+        onward_flips=_rounded(by_layer["onward_flips"]),
         deep=_rounded(_mean_by_layer([tuple(map(float, record.deep)) for record in records if record.deep])),
         budgets=budgets,
-        predicted_kl=_digits(expected),
-        measured_kl=_digits(measured_kl),
-        band=(band.enter, band.narrow, band.share),
+        predicted_kl=digits(expected),
+        measured_kl=None,
+        held_out=0,
+        band=None if band is None else (band.enter, band.narrow, band.share),
         at_once=at_once,
-        tau=_digits(tau),
+        tau=tau,
         probes=probes,
-        agreement=_digits(agreement(others if at_once else suspicious, tau)),
+        checked=len(others if at_once else suspicious),
+        agreement=digits(agreement(others if at_once else suspicious, tau)),
     )
 
 
@@ -132,21 +154,23 @@ def _budgets(
     }
     gain = gain_curve(none, {float(ratio): kl for ratio, kl in fronts.items()})
     total = sum(alone)
-    cost = [none * each / total for each in alone] if total else [0.0] * len(alone)
+    # Where no layer alone costs anything, what all of them cost together is laid on all alike
+    cost = [none * each / total for each in alone] if total else [none / len(alone)] * len(alone)
     budgets = solve(cost, gain, targets.kl, targets.share)
     return budgets, predicted(cost, gain, budgets)
 
 
-def _band(records: Sequence[PairRecord], enter: int, layers: int) -> Band:
+def _band(records: Sequence[PairRecord], enter: int, layers: int) -> Band | None:
+    """The cheapest that repairs all pairs on which bands were tried; None where none is less than everything."""
     tried = [record.bands for record in records if record.bands]
-    for band in bands_to_try(enter, layers):
-        if tried and _share(its.get(band.name, False) for its in tried) >= 1 - RISK:
+    for band in bands_to_try(enter, layers) if enter and tried else ():
+        if _share(its.get(band.name, False) for its in tried) >= 1 - RISK:
             return band
-    return Band(enter, layers, 1.0)
+    return None
 
 
-def _share(flags: object) -> float:
-    found = [bool(flag) for flag in flags]  # type: ignore[attr-defined]
+def _share(flags: Iterable[bool]) -> float:
+    found = list(flags)
     return sum(found) / len(found) if found else 1.0
 
 
@@ -155,9 +179,9 @@ def _mean_by_layer(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _rounded(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(map(_digits, values))
+    return tuple(map(digits, values))
 
 
-def _digits(value: float) -> float:
+def digits(value: float) -> float:
     """Three significant digits: what differs between two runs on one machine is below."""
     return float(f"{value:.3g}")

@@ -30,8 +30,8 @@ def find_profile(named: str, model: Any, layers: int, weights: WeightsWatch) -> 
     path = Path(named) if named else Path(home) / PROFILE_NAME
     if not named and not (home and path.is_file()):
         return None
-    profile = read_profile(path)
     try:
+        profile = read_profile(path)
         profile.check_model(weights.profile_fingerprint(), layers, str(path))
     except ConfigError as error:
         if named:

@@ -8,7 +8,6 @@ values, is taken anew when one of those differs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -57,18 +56,14 @@ class WeightsWatch:
         return fingerprint_weights(settings, self._model.named_parameters())
 
     def profile_fingerprint(self) -> str:
-        """The same for profiles: whatever dtype the model is loaded in, which is not what they depend on."""
-        config = _without(self._model.config.to_dict(), (*_CIRCUMSTANCES, "dtype", "torch_dtype"))
-        settings = fingerprint_settings(self._model.config.model_type, config) + "\n".join(self._adapters)
+        """The same for profiles: of the kind of model, its weights and adapters, in float32 or bfloat16 alike and
+        whatever else a release of transformers writes into a configuration."""
+        settings = "\n".join((self._model.config.model_type, *_adapters(self._model)))
         return fingerprint_weights(settings, self._model.named_parameters(), torch.bfloat16)
 
     def _tensors_now(self) -> list[Tensor]:
         # A model's dtype change rounds the rotary frequencies as well, which are buffers
         return [*self._model.parameters(), self._model.model.language_model.rotary_emb.inv_freq]
-
-
-def _without(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {k: _without(v, names) if isinstance(v, Mapping) else v for k, v in config.items() if k not in names}
 
 
 def _pointer(tensor: Tensor) -> int:
