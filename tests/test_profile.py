@@ -134,10 +134,10 @@ def test_a_check_ends_with_the_first_look_that_moves_little() -> None:
     assert outcome(one, 0.05) == (True, 3)
 
 
-def test_tau_lets_three_quarters_of_safe_answers_stand_at_once() -> None:
+def test_tau_lets_most_safe_answers_stand_at_once() -> None:
     unsafe = [checked(f"u{n}", (1.9 + n, False), (0.01, True), agree=False) for n in range(5)]
-    assert threshold([*SAFE, *unsafe]) == 0.14
-    assert threshold(SAFE) == 0.14
+    assert threshold([*SAFE, *unsafe]) == 0.16  # 17 of 20
+    assert threshold(SAFE) == 0.16
     assert threshold(unsafe) == 0.01
 
 
@@ -154,7 +154,7 @@ def test_no_tau_is_given_that_was_not_tried() -> None:
     """This pair is right at the first look and wrong at the second: a tau between is worse than one above."""
     turned = checked("turned", (0.12, True), (0.05, False))
     tau = threshold([*SAFE, turned])
-    assert tau == 0.14
+    assert tau == 0.16
     assert agreement([*SAFE, turned], tau) == 1.0
     assert agreement([*SAFE, turned], 0.1) < 1.0
     assert threshold([checked("same", (0.0, True), (0.0, True))]) == 0.0
