@@ -57,6 +57,8 @@ def test_every_option_can_be_set_in_every_layer(tmp_path: Path, option: str) -> 
         "redis_gb": ("9", 9.0),
         "redis_ttl_s": ("60", 60.0),
         "store_dtype": ("int8", "int8"),
+        "profile": ("profile.json", "profile.json"),
+        "capture": ("neutral", "neutral"),
         "always_reuse": ("true", True),
     }[option]
     file_value = "[4, 8]" if option == "checkpoint_layers" else written
@@ -209,6 +211,7 @@ def test_tuples_from_the_environment(text: str, layers: tuple[int, ...]) -> None
         ("disk_gb", -1, "negative"),
         ("redis_ttl_s", -1, "no duration"),
         ("store_dtype", "int4", "known are raw, int8, fp8"),
+        ("capture", "lazy", "known are observed, neutral"),
         ("max_image_pixels", -1, "negative"),
         ("checkpoint_layers", (0, 4), "layer 0"),
         ("policy", "prefx:0.1", "did you mean prefix?"),

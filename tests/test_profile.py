@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from vlcache import VLCache
+from vlcache.bench.tileworld import find_model
+from vlcache.cli import main
+from vlcache.engines.transformers import load_checkpoint
 from vlcache.engines.transformers.weights import WeightsWatch
 from vlcache.errors import ConfigError
 from vlcache.policies import Auto, Band, Layered, NoRecompute, Verified
@@ -384,3 +387,32 @@ def test_auto_takes_a_band_where_the_profile_says_so_and_checks_elsewhere(one_la
         assert (cache.last.verdict.result, cache.last.spans[0].rows) == ("skipped", 0)
         cache.prefill(lab.chat("Here.", other, picture, "q"))
         assert (cache.last.verdict.result, cache.last.spans[1].rows) == ("safe", 12 * LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--pairs", "3"], "too few"),
+        (["--target-kl", "0.1", "--target-share", "0.1"], "both given"),
+        (["--dataset", "mmmu-pro"], "no data"),
+        (["--data", "here"], "without --dataset"),
+        (["--target-share", "2"], "2"),
+    ],
+)
+def test_the_command_says_what_is_wrong_before_a_model_is_loaded(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "--model", "nowhere", *arguments])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_tileworld_ships_a_profile_that_is_its_own() -> None:
+    model, processor = load_checkpoint(find_model("tileworld", print))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = VLCache(model, processor)
+    assert cache.profile is not None
+    assert cache.profile.pairs >= 100
+    assert cache.policy == cache.profile.auto()

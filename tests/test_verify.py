@@ -14,8 +14,11 @@ from test_exactness import bare, check_equal, filled
 from torch import Tensor
 
 from vlcache import VLCache
+from vlcache.context import TurnMarks, compare, contexts
+from vlcache.engines.transformers.prompt import turn_marks
+from vlcache.errors import ConfigError
 from vlcache.measure import divergence
-from vlcache.policies import Band, Check, Evidence, Look, Prefix, Repair, Rule, Verified
+from vlcache.policies import Auto, Band, Check, Evidence, Look, Prefix, Repair, Rule, Verified
 from vlcache.ranges import Ranges
 from vlcache.types import Span
 
@@ -231,6 +234,9 @@ def test_what_is_checked_is_what_may_have_been_read_into_the_picture(one_lab: La
     assert stages(lab, policy, first, lab.chat("Here.", A, "what?", system="S")) == ("skipped", [0])
     assert stages(lab, policy, first, talk) == ("skipped", [0])
     assert stages(lab, policy, first, lab.chat("There.", A, "what?")) == ("safe", [20])
+    bare_first = [{"role": "user", "content": [{"type": "image", "image": A}, {"type": "text", "text": "q"}]}]
+    again = [*lab.chat("Hello"), {"role": "assistant", "content": "Hi"}, bare_first[0]]
+    assert stages(lab, policy, bare_first, again) == ("skipped", [0])
     assert stages(lab, policy, first, later)[0] == "safe"
     assert stages(lab, policy, lab.chat(A, B, "q"), lab.chat(B, A, "q"))[0] == "safe"
     assert stages(lab, policy, lab.chat(A, B, "q"), lab.chat(A, B, "q", system="S")) == ("skipped", [0, 0])
@@ -325,3 +331,81 @@ def test_a_decoded_answer_goes_on_from_what_was_checked(one_lab: Lab) -> None:
         tokens = lab.model.generate(**out, max_new_tokens=6, min_new_tokens=6)[0, start:].tolist()
         scores = cache.score(chat, tokens)
         assert scores.argmax(-1).tolist() == tokens
+
+
+def test_pictures_and_text_that_both_changed_count_as_pictures(one_lab: Lab) -> None:
+    """A band may do for text alone; with other pictures before it is checked."""
+    lab = one_lab
+    answer = {"role": "assistant", "content": "a thing"}
+    first = [*lab.chat(make_picture(40), "key"), answer, lab.chat("By the key:", A, "q")[1]]
+    second = [*lab.chat(make_picture(41), "key"), answer, lab.chat("By that key:", A, "q")[1]]
+    auto = Auto(Verified(ALWAYS, 5, 1), Band(1, 2, 0.5))
+    with lab.cache(auto) as cache:
+        cache.prefill(first)
+        cache.prefill(second)
+        assert cache.last.verdict.result == "safe"
+        assert cache.last.spans[1].rows == 5 * LAYERS
+        cache.prefill([first[0], first[1], answer, lab.chat("By that key:", A, "q")[1]])
+        assert cache.last.verdict.result == "skipped"
+
+
+def test_a_word_that_ends_texts_but_no_turn_hides_nothing(one_lab: Lab) -> None:
+    """A stop token that the chat template does not write is text: what stands before it in the turn still counts."""
+    lab = one_lab
+    marks = turn_marks(lab.model, lab.processor)
+    assert marks.ends == {lab.processor.tokenizer.eos_token_id}
+    other = lab.processor.tokenizer.convert_tokens_to_ids("<|vision_start|>")
+    own = lab.model.generation_config.eos_token_id
+    lab.model.generation_config.eos_token_id = [lab.processor.tokenizer.eos_token_id, other]
+    try:
+        assert turn_marks(lab.model, lab.processor) == marks
+    finally:
+        lab.model.generation_config.eos_token_id = own
+
+
+def test_where_a_neighbour_stands_in_the_text_counts() -> None:
+    ids = torch.arange(20)
+    a, b = Span("a", 3, 2, (1, 2, 4)), Span("b", 10, 2, (1, 2, 4))
+    moved = torch.cat((ids[:3], ids[5:8], ids[3:5], ids[8:]))
+    one = contexts(ids, [a, b], TurnMarks(), "scope")[1]
+    other = contexts(moved, [Span("a", 6, 2, (1, 2, 4)), b], TurnMarks(), "scope")[1]
+    assert one.neighbours == other.neighbours
+    assert one.turn != other.turn
+    assert compare(one, other) == "turn"
+    assert compare(None, one) == "neighbours"
+    assert contexts(ids, [a, b], TurnMarks(), "another")[1].turn != one.turn
+
+
+def test_what_is_no_number_has_moved() -> None:
+    logits = torch.tensor([1.0, 2.0, float("-inf")])
+    assert divergence(logits, logits) == 0.0
+    assert divergence(torch.tensor([1.0, float("nan"), 0.0]), logits) == float("inf")
+    assert divergence(torch.tensor([1.0, 2.0, 0.0]), logits) == float("inf")
+
+
+@pytest.mark.parametrize("policy", ["band:99,120,1", "verified:0.3,12,3,99,120,1", "cacheblend:0.1"])
+def test_a_rule_that_does_not_fit_the_model_is_refused_before_any_work(one_lab: Lab, policy: str) -> None:
+    with one_lab.cache("none") as cache:
+        cache.prefill(one_lab.chat("Here.", A, "q"))
+        if policy == "cacheblend:0.1":  # fits
+            cache.prefill(one_lab.chat("There.", A, "q"), policy=policy)
+            return
+        with pytest.raises(ConfigError, match="beyond the model's 4"):
+            cache.prefill(one_lab.chat("There.", A, "q"), policy=policy)
+        assert cache.counters.reused == 0
+
+
+def test_a_repair_leaves_fresh_what_is(one_lab: Lab, close: Any) -> None:
+    """The band's pass computes its own rows; what the looks have computed above it stays."""
+    lab, band = one_lab, Band(1, 1, 0.0)
+    chat = lab.chat("Look at this.", A, "What is shown?")
+    with lab.cache(Verified(NEVER, 5, 1, band)) as cache:
+        cache.prefill(lab.chat("Here.", A, "q"))
+        cache.prefill(chat)
+        probed, repaired, _ = cache.last.verdict.moved
+        looked_at = list(cache.last.verdict.looked_at)
+        _, keys, _ = filled(cache.prefill(chat, policy=Verified(ALWAYS, 5, 1)))
+        if repaired < probed:
+            _, after, _ = filled(cache.prefill(chat, policy=Verified((probed + repaired) / 2, 5, 1, band)))
+            assert cache.last.verdict.result == "repaired"
+            close(after[3][:, looked_at], keys[3][:, looked_at], 1e-5)

@@ -47,7 +47,7 @@ class Answer:
             "ttft_s": round(self.ttft_s, 4),
             "vision_tokens": self.report.vision_tokens,
             "computed": self.report.computed_vision_tokens,
-            "reused": self.report.vision_tokens - self.report.computed_vision_tokens,
+            "reused": self.report.reused_vision_tokens,
             "report": self.report.to_dict(),
         }
 
@@ -56,7 +56,7 @@ class Answer:
         computed = self.report.computed_vision_tokens
         return (
             f"vision tokens {self.report.vision_tokens}, computed {computed}, "
-            f"reused {self.report.vision_tokens - computed}, first token after {self.ttft_s:.3f} s"
+            f"reused {self.report.reused_vision_tokens}, first token after {self.ttft_s:.3f} s"
         )
 
 

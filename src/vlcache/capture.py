@@ -97,19 +97,22 @@ def capture(
 
 
 def token_seconds(
-    plan: Plan, spans: Sequence[Span], known: Mapping[str, Entry], seconds: Mapping[str, float]
+    passes: Sequence[Plan], spans: Sequence[Span], known: Mapping[str, Entry], seconds: Mapping[str, float]
 ) -> tuple[int, tuple[float, float]]:
     """New pictures' tokens in a prompt, and the seconds that one took to encode and to prefill; 0 if there are none.
 
     Parameters
     ----------
+    passes : sequence of Plan
+        All that was computed, the whole prompt first.
     seconds : mapping of str to float
         By stage; those of `encode` and `prefill` are read.
     """
-    new = sum(s.length for s in spans if s.start >= plan.begin and s.content not in known)
+    first = passes[0]
+    new = sum(s.length for s in spans if s.start >= first.begin and s.content not in known)
     if not new:
         return 0, (0.0, 0.0)
-    rows = sum(plan.rows_per_layer()) / plan.layers
+    rows = sum(sum(plan.rows_per_layer()) for plan in passes) / first.layers
     return new, (seconds["encode"] / new, seconds["prefill"] / rows)
 
 

@@ -12,23 +12,39 @@ reused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
 from vlcache.keys import digest
-from vlcache.ranges import Ranges, indices, subtract
 from vlcache.types import Context, Span
 
-__all__ = ["Changed", "compare", "contexts"]
+__all__ = ["Changed", "TurnMarks", "compare", "contexts"]
 
-Changed = Literal["text", "pictures", "turn", "neighbours"]
-"""What differs before a picture, the gravest of it: at most text of other turns; pictures of earlier turns; text of its
-own turn; pictures of its own turn."""
+Changed = Literal["text", "turn", "pictures", "neighbours"]
+"""What differs before a picture, the gravest of it: at most text of other turns; text of its own turn as well; pictures
+of earlier turns; pictures of its own turn."""
 
 
-def contexts(ids: Tensor, spans: Sequence[Span], ends: Collection[int], scope: str) -> tuple[Context, ...]:
+@dataclass(frozen=True, slots=True)
+class TurnMarks:
+    """How turns are told apart in a prompt.
+
+    Attributes
+    ----------
+    ends : frozenset of int
+        Tokens that end one. Without them the whole prompt is one turn, which is the cautious reading.
+    blanks : frozenset of int
+        Tokens of the empty space between turns: whether it is there depends on whether a turn stands before.
+    """
+
+    ends: frozenset[int] = frozenset()
+    blanks: frozenset[int] = frozenset()
+
+
+def contexts(ids: Tensor, spans: Sequence[Span], marks: TurnMarks, scope: str) -> tuple[Context, ...]:
     """The context of every picture of a prompt.
 
     Parameters
@@ -36,19 +52,25 @@ def contexts(ids: Tensor, spans: Sequence[Span], ends: Collection[int], scope: s
     ids : Tensor, int64, `[T]`
     spans : sequence of Span
         In order.
-    ends : collection of int
-        Tokens that end a turn. Without them the whole prompt is one turn, which is the cautious reading.
+    marks : TurnMarks
     scope : str
         Goes into the digests, so that those of one tenant say nothing to another.
     """
     tokens: list[int] = ids.tolist()
     found = []
     for number, span in enumerate(spans):
-        start = max((i for i in range(span.start) if tokens[i] in ends), default=-1) + 1
+        start = max((i for i in range(span.start) if tokens[i] in marks.ends), default=-1) + 1
+        while start < span.start and tokens[start] in marks.blanks:
+            start += 1
         earlier = [s for s in spans[:number] if s.start < start]
         neighbours = spans[len(earlier) : number]
-        vision: Ranges = tuple((s.start, s.stop) for s in neighbours)
-        text = [str(tokens[i]) for i in indices(subtract(((start, span.start),), vision))]
+        vision = {s.start: s.stop for s in neighbours}
+        inside = {i for first, stop in vision.items() for i in range(first, stop)}
+        text = [
+            "picture" if i in vision else str(tokens[i])
+            for i in range(start, span.start)
+            if i not in inside or i in vision
+        ]
         context = Context(
             turn=digest("turn", scope, *text),
             neighbours=digest("neighbours", scope, *(s.content for s in neighbours)),
@@ -62,6 +84,6 @@ def compare(captured: Context | None, here: Context) -> Changed:
     """What differs between two contexts of a picture; what is not known counts as the gravest."""
     if captured is None or captured.neighbours != here.neighbours:
         return "neighbours"
-    if captured.turn != here.turn:
-        return "turn"
-    return "text" if captured.pictures == here.pictures else "pictures"
+    if captured.pictures != here.pictures:
+        return "pictures"
+    return "text" if captured.turn == here.turn else "turn"

@@ -117,7 +117,7 @@ def run(model: Any, processor: Any, out: TextIO) -> dict[str, Any]:
                     "plain_answer": plain,
                     "vision_tokens": report.vision_tokens,
                     "computed": report.computed_vision_tokens,
-                    "reused": report.vision_tokens - report.computed_vision_tokens,
+                    "reused": report.reused_vision_tokens,
                     "plain_ttft_s": round(plain_s, 4),
                     "ttft_s": round(ours_s, 4),
                 }
@@ -128,12 +128,12 @@ def run(model: Any, processor: Any, out: TextIO) -> dict[str, Any]:
         held = cache.store.stats().held_bytes
     console.print("\nTokens of pictures, and seconds to the first token:")
     console.print(_table(rows))
-    names = ("vision_tokens", "computed", "plain_ttft_s", "ttft_s")
+    names = ("vision_tokens", "computed", "reused", "plain_ttft_s", "ttft_s")
     total = {key: sum(row[key] for row in rows) for key in names}
     right = sum(row["answer"] == row["right_answer"] for row in rows)
     console.print(
         f"{total['vision_tokens']} vision tokens asked for, {total['computed']} computed, "
-        f"{total['vision_tokens'] - total['computed']} reused; the store holds {held / 1e6:.1f} MB.\n"
+        f"{total['reused']} reused; the store holds {held / 1e6:.1f} MB.\n"
         f"Waiting for first tokens: {total['ttft_s']:.2f} s with vlcache, {total['plain_ttft_s']:.2f} s without. "
         f"{right} of {len(rows)} answers are right."
     )

@@ -5,6 +5,8 @@ Everything is computed in float32 and without a copy of the whole prompt's K per
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,14 @@ _ROWS = 64
 
 
 def divergence(logits: Tensor, before: Tensor) -> float:
-    """How far a distribution over the vocabulary moved: KL of the new from the old one, nats; `[vocabulary]` both."""
+    """How far a distribution over the vocabulary moved: KL of the new from the old one, nats; `[vocabulary]` both.
+
+    What is no number moved by infinity.
+    """
     new, old = logits.float().log_softmax(-1), before.float().log_softmax(-1)
-    return max(0.0, float((new.exp() * (new - old)).sum()))
+    terms = torch.where(new == -torch.inf, 0.0, new.exp() * (new - old))
+    moved = float(terms.sum())
+    return math.inf if math.isnan(moved) else max(0.0, moved)
 
 
 def preference(logits: Tensor, before: Tensor) -> float:

@@ -190,18 +190,17 @@ def plan_span(policy: Policy, span: Span, evidence: Evidence, want: Ranges = ())
         Prompt indices whose output of the last layer is needed; those inside the span are computed whatever the
         policy says.
     """
-    rows = _asked(policy, span, evidence, want)
+    rows = [_asked(policy, span, evidence, want, layer) for layer in range(evidence.layers)]
     for layer in range(evidence.layers - 1, 0, -1):
         if layer not in evidence.checkpoints:
             rows[layer - 1] = union(rows[layer - 1], rows[layer])
     return SpanPlan(span, tuple(rows), evidence)
 
 
-def _asked(policy: Policy, span: Span, evidence: Evidence, want: Ranges) -> list[Ranges]:
+def _asked(policy: Policy, span: Span, evidence: Evidence, want: Ranges, layer: int) -> Ranges:
     everything = ((0, span.length),)
     wanted = intersect(shift(want, -span.start), everything)
-    asked = (normal(policy.rows(span, layer, evidence)) for layer in range(evidence.layers))
-    return [union(intersect(rows, everything), wanted) for rows in asked]
+    return union(intersect(normal(policy.rows(span, layer, evidence)), everything), wanted)
 
 
 def settle(plan: Plan, policy: Policy, scores: Sequence[tuple[float, ...]]) -> Plan:
@@ -217,7 +216,11 @@ def settle(plan: Plan, policy: Policy, scores: Sequence[tuple[float, ...]]) -> P
     for one, its in zip(plan.spans, scores, strict=True):
         evidence = replace(one.evidence, scores=its)
         rows = list(one.rows[: plan.look.layer + 1])
-        for layer, asked in list(enumerate(_asked(policy, one.span, evidence, plan.want)))[len(rows) :]:
+        if not rows[-1]:  # nothing of it was looked at
+            spans.append(one)
+            continue
+        for layer in range(len(rows), evidence.layers):
+            asked = _asked(policy, one.span, evidence, plan.want, layer)
             rows.append(asked if layer in evidence.checkpoints else intersect(asked, rows[-1]))
         spans.append(SpanPlan(one.span, tuple(rows), evidence))
     return replace(plan, spans=tuple(spans), look=None)

@@ -85,18 +85,24 @@ class Report:
 
     @property
     def computed_share(self) -> float:
-        """Rows of vision tokens computed, as a share of all layers times all vision tokens."""
+        """Rows of vision tokens computed, as a share of all layers times all vision tokens. Over 1 where a check came
+        before computing everything."""
         total = self.vision_tokens * len(self.rows)
         return sum(span.rows for span in self.spans) / total if total else 0.0
 
     @property
     def computed_vision_tokens(self) -> int:
-        """Vision tokens computed, in the mean over the layers, rounded."""
+        """Vision tokens computed, in the mean over the layers, rounded; those of several passes add up."""
         return round(self.computed_share * self.vision_tokens)
+
+    @property
+    def reused_vision_tokens(self) -> int:
+        """The others; none where further passes computed as many and more."""
+        return max(0, self.vision_tokens - self.computed_vision_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        derived = ("hits", "vision_tokens", "computed_vision_tokens", "computed_share")
+        derived = ("hits", "vision_tokens", "computed_vision_tokens", "reused_vision_tokens", "computed_share")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 

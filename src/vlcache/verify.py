@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from vlcache.measure import Gaze, divergence, moved_values, preference
-from vlcache.plan import LayerStep, Plan, SpanPlan, make_plan
+from vlcache.plan import LayerStep, Plan, SpanPlan, make_plan, plan_span
 from vlcache.policies.base import Check, Policy
 from vlcache.policies.full import Full
+from vlcache.policies.none import NoRecompute
 from vlcache.prefill import Job, RunLayer, selective_prefill, take
 from vlcache.ranges import Ranges, count, intersect, normal, places, shift, subtract, union
 from vlcache.types import Span
@@ -43,7 +44,8 @@ class Verdict:
     result : {"skipped", "safe", "repaired", "recomputed"}
         `skipped`: nothing before the pictures was suspicious.
     moved : tuple of float
-        How far the answering row's distribution moved with each pass behind the first: KL, nats.
+        How far the answering row's distribution moved with each pass behind the first: KL, nats. Under `repair` how far
+        each block's V deviated.
     against : float
         By how much the last look prefers another first token to the one that the first pass gives: difference of
         log-probabilities, negative where it keeps that token. What tells safe from unsafe reuse.
@@ -209,25 +211,26 @@ def _case(job: Job) -> _Case | None:
 def _watched(job: Job, case: _Case | None) -> Job:
     if case is None:
         return job
-    job.adapter.follow_attention(case.gaze)
+    job.adapter.follow_attention(None if case.check.front else case.gaze)
     return job if case.trail is None else replace(job, watch=(*job.watch, case.trail))
 
 
 def _repair_plan(plan: Plan, check: Check, suspects: tuple[SpanPlan, ...]) -> Plan:
     """The band of the suspicious spans, and the text behind the first of them from there on."""
     assert check.repair is not None
-    begin = suspects[0].span.start
+    begin, begins = suspects[0].span.start, {s.span for s in suspects}
     wanted = count(plan.want)
     behind = [s for s in plan.spans if s.span.start >= begin]
     made = make_plan(
         check.repair, [s.span for s in behind], [s.evidence for s in behind], begin, plan.end, plan.layers, wanted
     )
     spans = tuple(
-        made_one if old in suspects else replace(made_one, rows=((),) * plan.layers)
-        for made_one, old in zip(made.spans, behind, strict=True)
+        one if old in suspects else plan_span(NoRecompute(), old.span, old.evidence, plan.want)
+        for one, old in zip(made.spans, behind, strict=True)
     )
-    first = min(next(layer for layer, rows in enumerate(s.rows) if rows) for s in spans if any(s.rows))
-    return replace(made, spans=spans, first=first)
+    first = min(next((layer for layer, rows in enumerate(s.rows) if rows), 0) for s in spans if s.span in begins)
+    # Cached K/V are in place, and what is fresh by now stays so
+    return replace(made, spans=spans, first=first, text=made.text_rows())
 
 
 def _verified(case: _Case) -> Stages:
@@ -256,10 +259,10 @@ def _probe(case: _Case, probes: int) -> Job | None:
     """The tokens of suspicious spans that the last rows attend to most and that are not fresh yet, and the last text
     rows; None where all are fresh."""
     assert case.gaze.paid is not None
-    plan, paid = case.passes[0], case.gaze.paid
+    plan, paid = case.passes[0], case.gaze.paid.tolist()
     fresh = set(case.looked_at)
     stale = [i for s in case.suspects for i in range(s.span.start, s.span.stop) if i < len(paid) and i not in fresh]
-    ranked = sorted(stale, key=lambda i: -float(paid[i]))[:probes]
+    ranked = sorted(stale, key=lambda i: -paid[i])[:probes]
     if not ranked:
         return None
     case.looks += 1
@@ -282,8 +285,8 @@ def _front(case: _Case) -> Stages:
             deviations.append(_deviation(case, one.span, block))
             if deviations[-1] <= case.check.tau:
                 break
-    yield _some_rows(case, (), intersect(plan.text_rows(), ((case.begin, plan.end),)))
-    case.moved = deviations
+    yield _some_rows(case, (), union(intersect(plan.text_rows(), ((case.begin, plan.end),)), plan.want))
+    case.moved, case.looks = deviations, len(case.answers) - 1
     return "repaired"
 
 

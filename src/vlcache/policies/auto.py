@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from vlcache.errors import ConfigError
 from vlcache.policies.band import Band
 from vlcache.policies.base import Check, Evidence, Look, Policy
 from vlcache.policies.front import Prefix
@@ -44,6 +45,11 @@ class Auto:
     band: Band | None = None
     base: Policy = _FRONT
 
+    def __post_init__(self) -> None:
+        for rule in (self.verified.base, self.base):
+            if rule.look(1 << 20) is not None:
+                raise ConfigError(f"policy auto: {rule.name} measures on its way, which only the band can here")
+
     @property
     def name(self) -> str:
         return "auto"
@@ -61,7 +67,7 @@ class Auto:
         return replace(check, suspects=tuple(changed for changed in check.suspects if changed != "turn"))
 
     def look(self, layers: int) -> Look | None:
-        return self.verified.look(layers) if self.band is None else self.band.look(layers)
+        return None if self.band is None else self.band.look(layers)
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         if self.band is not None and evidence.changed == "turn":

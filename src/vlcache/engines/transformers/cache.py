@@ -6,6 +6,7 @@ request -> spans -> lookup -> plan -> selective prefill -> (decode by `generate`
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,19 +94,15 @@ class VLCache:
         if config is not None and options:
             raise ConfigError(f"config and {', '.join(options)} are both given; put them into the config")
         self.config = config or load_config(policy=policy if isinstance(policy, str) else None, **options)
-        geometry, weights = describe(model), WeightsWatch(model)
-        self.profile = find_profile(self.config.profile, model, geometry.layers, weights)
-        self.policy: Policy = self._policy(self.config.policy if policy is None else policy)
+        geometry, self._weights = describe(model), WeightsWatch(model)
+        self._layers = geometry.layers
+        self._given = self.config.policy if policy is None else policy
+        self.profile = find_profile(self.config.profile, model, geometry.layers, self._weights)
+        self.policy: Policy = self._policy(self._given)
         kept = {*self.config.checkpoint_layers, *self.policy.checkpoints}
         beyond = sorted(layer for layer in kept if layer >= geometry.layers)
         if beyond:
-            raise ConfigError(
-                f"checkpoint_layers: {beyond} are beyond the model's {geometry.layers} layers; the option or "
-                f"policy {self.policy.name} names them"
-            )
-        # A rule that does not fit this model says so now and not at the first hit
-        span = Span("", 0, 1, (1, 1, 1))
-        make_plan(self.policy, [span], [Evidence(geometry.layers)], 0, 2, geometry.layers)
+            raise ConfigError(f"checkpoint_layers: {beyond} are beyond the model's {geometry.layers} layers")
         if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
             raise InputError(f"a {type(processor).__name__} is no processor for pictures; give AutoProcessor's")
         self._model = model
@@ -122,7 +119,9 @@ class VLCache:
         worth = Worth(self.config.always_reuse)
         self.store: Store = open_store(self.config, worth) if store is None else store
         try:
-            self._corridor = Corridor(model, processor, weights, self.config, self.store, worth, self.counters, kept)
+            self._corridor = Corridor(
+                model, processor, self._weights, self.config, self.store, worth, self.counters, kept
+            )
             self._corridor.check_weights()
         except BaseException:
             if store is None:
@@ -189,7 +188,7 @@ class VLCache:
                 raise InputError(
                     "prefill works inside the cache's `with`; write `with VLCache(model, processor) as cache:`"
                 )
-            self._corridor.check_weights()
+            self._check_weights()
             return self._prefill(request, self.policy if policy is None else self._policy(policy), template)
 
     @torch.no_grad()
@@ -263,7 +262,7 @@ class VLCache:
         rules = [self._policy(policy) for policy in policies]
         with self._lock:
             self._check_open()
-            self._corridor.check_weights()
+            self._check_weights()
             clock = Clock()
             reads = [
                 read_request(request, template, self._model, self._processor, self._reader, clock)
@@ -310,7 +309,7 @@ class VLCache:
         computed = 0
         with self._lock:
             self._check_open()
-            self._corridor.check_weights()
+            self._check_weights()
             settings = processor_fingerprint(self._processor.image_processor)
             for picture in pictures:
                 (media,) = self._reader.read([picture], self._processor.image_processor, settings)
@@ -330,7 +329,28 @@ class VLCache:
         return {k: v.to(self._corridor.device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
     def _policy(self, given: str | Policy) -> Policy:
-        """A rule as it is written, with the numbers of the model's profile where it has one."""
-        if not isinstance(given, str):
-            return given
-        return parse_policy(given) if self.profile is None else self.profile.policy(given)
+        """A rule as it is written, with the numbers of the model's profile where it has one.
+
+        Raises
+        ------
+        ConfigError
+            Also for one that does not fit this model; now, and not at the first hit.
+        """
+        rule = given
+        if isinstance(rule, str):
+            rule = parse_policy(rule) if self.profile is None else self.profile.policy(rule)
+        beyond = [layer for layer in rule.checkpoints if layer >= self._layers]
+        if beyond:
+            raise ConfigError(f"policy {rule.name}: layers {beyond} are beyond the model's {self._layers}")
+        make_plan(rule, [Span("", 0, 1, (1, 1, 1))], [Evidence(self._layers)], 0, 2, self._layers)
+        return rule
+
+    def _check_weights(self) -> None:
+        """Other weights have other entries, and another profile or none."""
+        if self._corridor.check_weights() and self.profile is not None:
+            try:
+                self.profile.check_model(self._weights.profile_fingerprint(), self._layers, "of this cache")
+            except ConfigError as error:
+                warnings.warn(f"{error}; without it policies are cautious", stacklevel=3)
+                self.profile = None
+                self.policy = self._policy("auto" if self._given == "layered" else self._given)

@@ -19,7 +19,7 @@ from vlcache.engines.transformers.adapter import PromptPass
 from vlcache.engines.transformers.encoder import encode
 from vlcache.engines.transformers.neutral import neutral_entry, opening
 from vlcache.engines.transformers.pictures import Media
-from vlcache.engines.transformers.prompt import Prompt, turn_ends, vision_tokens
+from vlcache.engines.transformers.prompt import Prompt, turn_marks, vision_tokens
 from vlcache.engines.transformers.request import Request
 from vlcache.engines.transformers.run import Scored, run_plans
 from vlcache.engines.transformers.support import describe
@@ -65,7 +65,7 @@ class Corridor:
         self.model = model
         self.geometry = describe(model)
         self.checkpoint_layers = tuple(sorted(set(checkpoint_layers)))
-        self.ends = turn_ends(model, processor)
+        self.marks = turn_marks(model, processor)
         self.store = store
         self.counters = counters
         self.prefixes = ExactPrefixes(int(config.prefix_gb * 1e9) if config.prefix_cache else 0)
@@ -84,12 +84,14 @@ class Corridor:
     def _opening(self) -> Tensor:
         return opening(self._processor)
 
-    def check_weights(self) -> None:
-        """Look at the model again if its weights are no longer those that it had."""
-        if self._weights.changed():
+    def check_weights(self) -> bool:
+        """Look at the model again if its weights are no longer those that it had; True if so."""
+        changed = self._weights.changed()
+        if changed:
             self.geometry = describe(self.model)
             self._fingerprint = self._weights.fingerprint()
             self.prefixes.clear()
+        return changed
 
     def evidence(self, entry: Entry, here: Context) -> Evidence:
         """What rules may know of a picture that stands behind `here`."""
@@ -145,7 +147,7 @@ class Corridor:
                     begin = min(begin, first.spans[-1].stop)
                 reused = reusable(first.spans, found.entries, begin)
                 where = dict(
-                    zip(first.spans, contexts(first.ids, first.spans, self.ends, headers[0].key.scope), strict=True)
+                    zip(first.spans, contexts(first.ids, first.spans, self.marks, headers[0].key.scope), strict=True)
                 )
                 known = [self.evidence(found.entries[s.content], where[s]) for s in reused]
                 plans = [
@@ -170,7 +172,7 @@ class Corridor:
         with clock.stage("store"):
             token_s = 0.0, 0.0
             if len(plans) == len(plans[0]) == 1:  # otherwise the seconds are not this plan's
-                new_tokens, token_s = token_seconds(ran.plan, first.spans, found.entries, clock.seconds)
+                new_tokens, token_s = token_seconds(ran.done[0][0].passes, first.spans, found.entries, clock.seconds)
                 self._worth.computed(new_tokens, new_tokens * sum(token_s))
             new: Iterable[Entry] = capture(
                 ran.work,
@@ -208,7 +210,7 @@ class Corridor:
 
     def neutral(self, header: Header, encoded: Tensor) -> Entry:
         layers = self.checkpoint_layers
-        return neutral_entry(self.model, self.geometry, self._opening, header, encoded, layers, self.ends)
+        return neutral_entry(self.model, self.geometry, self._opening, header, encoded, layers, self.marks)
 
     def header(self, span: Span, settings: str) -> Header:
         dtype, tenant = str(self.model.dtype), digest_tenant(self._config.cache_salt)

@@ -9,7 +9,7 @@ Neutral entries are reproducible and carry nobody's words. Each costs a prefill 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vlcache.capture import capture
-from vlcache.context import contexts
+from vlcache.context import TurnMarks, contexts
 from vlcache.engines.transformers.prompt import build_prompt, render
 from vlcache.engines.transformers.run import run_plans
 from vlcache.plan import make_plan
@@ -41,7 +41,7 @@ def neutral_entry(
     header: Header,
     encoded: Tensor,
     checkpoint_layers: Sequence[int],
-    ends: Collection[int],
+    marks: TurnMarks,
 ) -> Entry:
     """Prefill a picture behind the template's opening.
 
@@ -53,8 +53,7 @@ def neutral_entry(
         Of the picture.
     encoded : Tensor, `[N, hidden * (1 + deepstack)]`
         Its encoder output.
-    ends : collection of int
-        Tokens that end a turn.
+    marks : TurnMarks
     """
     start = time.perf_counter()
     vision = before.new_full((header.tokens,), model.config.image_token_id)
@@ -62,6 +61,6 @@ def neutral_entry(
     policy = Full()
     plan = make_plan(policy, [], [], 0, len(prompt.ids), geometry.layers)
     ran = run_plans(model, geometry, [prompt], [encoded], [[plan]], [policy], {}, None, checkpoint_layers)
-    where = contexts(prompt.ids, prompt.spans, ends, header.key.scope)
+    where = contexts(prompt.ids, prompt.spans, marks, header.key.scope)
     (entry,) = capture(ran.work, plan, prompt.spans, [header], [encoded], prompt.positions, {}, ran.watch, where)
     return replace(entry, capture="neutral", cost_s=time.perf_counter() - start)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlcache.context import TurnMarks
 from vlcache.errors import InputError
 from vlcache.types import Span
 
@@ -21,7 +22,7 @@ __all__ = [
     "longer",
     "picture_sources",
     "render",
-    "turn_ends",
+    "turn_marks",
     "vision_tokens",
 ]
 
@@ -176,12 +177,21 @@ def build_prompt(model: Any, ids: Tensor, contents: Sequence[str], grids: Sequen
     return Prompt(ids, tuple(spans), positions[:, 0], delta)
 
 
-def turn_ends(model: Any, processor: Any) -> frozenset[int]:
-    """Tokens that end a message of a chat, as far as model and tokenizer say so."""
-    ends = {getattr(processor.tokenizer, "eos_token_id", None)}
+def turn_marks(model: Any, processor: Any) -> TurnMarks:
+    """How the chat template separates messages: of the tokens that may end a text, those that it writes itself."""
     stops = getattr(model.generation_config, "eos_token_id", None)
-    ends.update(stops if isinstance(stops, list | tuple) else [stops])
-    return frozenset(token for token in ends if token is not None)
+    named = [
+        getattr(processor.tokenizer, "eos_token_id", None),
+        *(stops if isinstance(stops, list | tuple) else [stops]),
+    ]
+    may_end = {int(token) for token in named if token is not None}
+    chat = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant", "user")]
+    try:
+        written = processor.tokenizer(render(processor, chat, add_generation_prompt=False))["input_ids"]
+    except Exception:  # a processor without a template, or whose template wants another chat: all is one turn
+        return TurnMarks()
+    blanks = processor.tokenizer("\n")["input_ids"]
+    return TurnMarks(frozenset(may_end & set(written)), frozenset(blanks if len(blanks) == 1 else ()))
 
 
 def check_continuation(model: Any, ids: Sequence[int]) -> None:

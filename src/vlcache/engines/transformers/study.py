@@ -102,7 +102,7 @@ def study(cache: VLCache, request: Any, continuation: Sequence[int]) -> Study:
     lacking = [number for number, span in enumerate(prompt.spans, 1) if not _has_kv(entries.get(span.content))]
     if lacking:
         raise InputError(f"picture {lacking[0]} has not been captured")
-    where = contexts(prompt.ids, prompt.spans, corridor.ends, headers[0].key.scope)
+    where = contexts(prompt.ids, prompt.spans, corridor.marks, headers[0].key.scope)
     device, rope = corridor.device, corridor.geometry.rope
     placed, known = [], []
     for span, here in zip(prompt.spans, where, strict=True):
