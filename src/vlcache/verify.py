@@ -9,7 +9,7 @@
     recompute   everything behind the first suspicious picture. The encoder's output is reused in every case
 
 Checks run where what stands before a picture may have changed what was read into it, see `vlcache.context`. A check is
-one pass over few rows, about a decode step.
+one pass over few rows.
 """
 
 from __future__ import annotations

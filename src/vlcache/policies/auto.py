@@ -1,4 +1,4 @@
-"""The default: what the measurement in docs/accuracy.md says is best at 99.5 % agreement with full recompute.
+"""The default: what holds best on the calibration pairs of docs/accuracy.md.
 
     before the picture differs        what is done
     nothing, or text of other turns   the front that the profile's budgets say, which may be nothing

@@ -40,7 +40,7 @@ class Evidence:
         L.
     checkpoints : tuple of int
         Layers at which rows can enter from a cached hidden state (0 is always one and is not listed).
-    changed : {"text", "pictures", "turn", "neighbours"}
+    changed : {"text", "turn", "pictures", "neighbours"}
         What differs before the span from where its entry was captured, see `vlcache.context`; the gravest where that is
         not known.
     scores : tuple of float or None
@@ -67,7 +67,7 @@ class Check:
     looks : int
         How often, at most. Each further look takes twice as many, those that are attended to then besides the earlier
         ones.
-    suspects : tuple of {"pictures", "turn", "neighbours"}
+    suspects : tuple of {"text", "turn", "pictures", "neighbours"}
         What has to differ before a picture for it to be checked, see `vlcache.context`.
     repair : Policy, optional
         What is computed first where a check fails and text of the turn is all that differs.

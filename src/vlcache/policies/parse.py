@@ -24,7 +24,7 @@ from vlcache.policies.verified import Verified
 __all__ = ["DEFAULT_POLICY", "POLICIES", "parse_policy"]
 
 DEFAULT_POLICY = "auto"
-"""What is recomputed unless somebody says otherwise. docs/accuracy.md has the evidence."""
+"""What is recomputed unless somebody says otherwise. docs/accuracy.md says what is known of it."""
 
 
 def _numbers(text: str, policy: str) -> tuple[float, ...]:

@@ -30,7 +30,7 @@ from vlcache.report import Report
 from vlcache.types import Entry, Geometry
 from vlcache.verify import Done, checked_prefill
 
-__all__ = ["Ran", "Scored", "run_plans"]
+__all__ = ["Ran", "Scored", "run_jobs", "run_plans"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +133,23 @@ def run_plans(
             elif one not in mine:
                 mine[one] = add(prompt, one, first[like], min(same, one.plan.want[0][0]))
         where.append(mine)
-
-    def logits(hidden: Sequence[Tensor]) -> Sequence[Tensor]:
-        joined: Tensor = model.lm_head(model.model.language_model.norm(torch.cat(list(hidden))[None]))[0]
-        return torch.split(joined, [len(rows) for rows in hidden])
-
-    ran = checked_prefill(jobs, lambda numbers: partial(run_layer, [passes[n] for n in numbers]), logits)
+    ran = run_jobs(model, jobs, passes)
     done = []
     for its, mine in zip(asked, where, strict=True):
         # A tail that follows a pass over the same pictures settles nothing itself
         alone = [(one.plan, ran[mine[one]], ran[first[like]]) for one, like in zip(its, asked[0], strict=True)]
         done.append([_as_alone(plan, own, like) for plan, own, like in alone])
     return Ran(done[0][asked[0].index(leader)].passes[0], passes[0], watch, done, ran[0].exact_until)
+
+
+def run_jobs(model: Any, jobs: Sequence[Job], passes: Sequence[PromptPass]) -> list[Done]:
+    """Carry out jobs side by side, and what their policies want checked; `passes` are their adapters."""
+
+    def logits(hidden: Sequence[Tensor]) -> Sequence[Tensor]:
+        joined: Tensor = model.lm_head(model.model.language_model.norm(torch.cat(list(hidden))[None]))[0]
+        return torch.split(joined, [len(rows) for rows in hidden])
+
+    return checked_prefill(jobs, lambda numbers: partial(run_layer, [passes[n] for n in numbers]), logits)
 
 
 def _as_alone(plan: Plan, own: Done, like: Done) -> Done:

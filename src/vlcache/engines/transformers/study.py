@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vlcache.context import contexts
-from vlcache.engines.transformers.adapter import PromptPass, run_layer
+from vlcache.engines.transformers.adapter import PromptPass
 from vlcache.engines.transformers.cache import VLCache
 from vlcache.engines.transformers.corridor import Corridor
 from vlcache.engines.transformers.prompt import Prompt, longer
 from vlcache.engines.transformers.request import read_request
+from vlcache.engines.transformers.run import run_jobs
 from vlcache.errors import InputError
 from vlcache.lookup import find
 from vlcache.plan import make_plan
@@ -26,7 +25,7 @@ from vlcache.policies import Evidence, Policy
 from vlcache.prefill import Job, Placed, place
 from vlcache.report import Clock
 from vlcache.types import Entry
-from vlcache.verify import Done, checked_prefill
+from vlcache.verify import Done
 
 __all__ = ["Study", "study"]
 
@@ -74,13 +73,8 @@ class Study:
             plan = make_plan(policy, spans, self.known, 0, end, layers, self.wanted)
             jobs.append(Job(work, plan, self.placed, policy, stale=(stale or {}).get(number, frozenset())))
             passes.append(work)
-
-        def logits(hidden: Sequence[Tensor]) -> Sequence[Tensor]:
-            joined: Tensor = model.lm_head(model.model.language_model.norm(torch.cat(list(hidden))[None]))[0]
-            return torch.split(joined, [len(rows) for rows in hidden])
-
         with torch.no_grad():
-            done = checked_prefill(jobs, lambda some: partial(run_layer, [passes[n] for n in some]), logits)
+            done = run_jobs(model, jobs, passes)
         return list(zip(done, passes, strict=True))
 
 
