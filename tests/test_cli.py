@@ -136,6 +136,21 @@ def test_bench_ttft_ends_with_one_json_line() -> None:
     assert "floor of a hit (54 rows)" in out.stderr
 
 
+def test_bench_check_ends_with_one_json_line() -> None:
+    options = ("--shape", "demo", "--image-tokens", 64, "--runs", 1, "--warmups", 0, "--dtype", "float32")
+    out = vlcache("bench", "check", *options, "--probes", 4)
+    assert out.returncode == 0, out.stderr
+    result = json.loads(out.stdout.splitlines()[-1])
+    assert result["check_rows"] == 4 + 16 + 1
+    assert result["decode_step_s"] > 0
+
+
+def test_bench_error_names_an_unknown_change() -> None:
+    out = vlcache("bench", "error", "--changes", "weather", "--items", 1)
+    assert out.returncode == 2
+    assert "weather" in out.stderr
+
+
 def test_demo_json_is_json_and_its_story_goes_elsewhere() -> None:
     out = vlcache("demo", "--json")
     assert out.returncode == 0, out.stderr

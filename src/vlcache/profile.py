@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class Profile:
         Pairs that the check was calibrated on.
     agreement : float
         With full recompute, where the check decides, on those pairs.
+    measured : mapping of str
+        How: the data, the seed, the dtype, the release. Nothing reads it.
     """
 
     model: str
@@ -87,6 +90,7 @@ class Profile:
     probes: int
     checked: int
     agreement: float
+    measured: Mapping[str, Any] = field(default_factory=dict)
 
     def policy(self, text: str) -> Policy:
         """A policy as it is written, with the profile's numbers where it is written without any: `auto`, `layered`."""
@@ -148,12 +152,13 @@ def read_profile(path: Path) -> Profile:
     widened = tuple(accumulate(reversed(profile.budgets), max))[::-1]
     if widened != profile.budgets:
         warnings.warn(f"profile {path}: budgets grow with depth; the layers before are widened to them", stacklevel=2)
-    return Profile(**{field.name: getattr(profile, field.name) for field in fields(Profile)} | {"budgets": widened})
+    return replace(profile, budgets=widened)
 
 
 def _parse(data: dict[str, Any]) -> Profile:
     """ValueError, KeyError or TypeError where it is not what it should be."""
-    missing = [field.name for field in fields(Profile) if field.name not in data]
+    needed = [one.name for one in fields(Profile) if one.default_factory is MISSING]
+    missing = [name for name in needed if name not in data]
     if missing:
         raise ValueError(f"lacks {', '.join(missing)}")
     layers, band = int(data["layers"]), data["band"]
@@ -179,6 +184,7 @@ def _parse(data: dict[str, Any]) -> Profile:
         probes=int(data["probes"]),
         checked=int(data["checked"]),
         agreement=_finite(data["agreement"]),
+        measured=dict(data.get("measured", {})),
     )
     if profile.band is not None and profile.band[0] >= layers:
         raise ValueError(f"a band from layer {profile.band[0]} of {layers}")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from vlcache.plan import Plan
-from vlcache.ranges import count
+from vlcache.ranges import count, intersect
 from vlcache.types import Entry, Span
 from vlcache.verify import Verdict
 
@@ -32,7 +32,7 @@ class SpanReport:
         `reused`: K/V moved and repaired. `prefix`: inside an exact prefix, nothing to do. `encoder`: only the
         encoder output came from the cache. `new`: nothing did.
     rows : int
-        Its rows computed, summed over the layers (of `layers * tokens`).
+        Its rows computed, summed over the layers (of `layers * tokens`) and over passes.
     """
 
     content: str
@@ -205,7 +205,9 @@ def _report_spans(passes: Sequence[Plan], spans: Sequence[Span], known: Mapping[
         elif span.start in computed:
             outcome, rows = "reused", computed[span.start]
         else:
-            outcome, rows = "encoder" if span.content in known else "new", plan.layers * span.length
+            outcome = "encoder" if span.content in known else "new"
+            its = ((span.start, span.stop),)
+            rows = sum(count(intersect(some.text_rows(), its)) * (some.layers - some.first) for some in passes)
         reports.append(SpanReport(span.content, span.start, span.length, outcome, rows))
     return tuple(reports)
 

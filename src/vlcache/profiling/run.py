@@ -17,6 +17,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from rich.console import Console
 
+from vlcache import __version__
 from vlcache.bench.accuracy_run import Settings as TrialSettings
 from vlcache.bench.accuracy_run import check as check_trials
 from vlcache.bench.asking import Asker, divergence_of
@@ -110,8 +111,8 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
     fingerprint = WeightsWatch(model).profile_fingerprint()
     trials = list(_trials(settings))
     out.parent.mkdir(parents=True, exist_ok=True)
-    about = asdict(settings) | {"model": fingerprint, "dtype": str(model.dtype), "records": RECORDS_VERSION}
-    records = Records(out.with_suffix(".pairs.jsonl"), json.dumps(about, sort_keys=True))
+    settled = asdict(settings) | {"model": fingerprint, "dtype": str(model.dtype), "records": RECORDS_VERSION}
+    records = Records(out.with_suffix(".pairs.jsonl"), json.dumps(settled, sort_keys=True))
     with Asker(model, processor, settings.max_new_tokens, range(1, layers)) as asker:
         measure = _Measure(asker, layers, settings)
         found = _each(trials, records, console, "pairs", measure.pair)
@@ -124,6 +125,9 @@ def run(settings: Settings, model: Any, processor: Any, out: Path, console: Cons
         tested = [measure.divergence(trial, Layered(profile.budgets)) for trial in held_out]
     if tested:
         profile = replace(profile, measured_kl=digits(sum(tested) / len(tested)), held_out=len(tested))
+    about = ("dataset", "seed", "max_new_tokens")
+    how = {name: getattr(settings, name) for name in about} | {"dtype": str(model.dtype), "vlcache": __version__}
+    profile = replace(profile, measured=how)
     profile.write(out)
     for path in (out, *plot_profile(profile, list(found.values()), out)):
         console.print(f"wrote {path}", markup=False)

@@ -30,7 +30,7 @@ LEAST_PAIRS = 24
 RISK = 0.005
 """Share of answers that may differ from full recompute's."""
 
-_SAFE_QUANTILE = 0.85
+_SAFE_QUANTILE = 0.75
 # What an answer moves by rounding alone
 _LEAST_TAU = 1e-3
 
@@ -74,7 +74,7 @@ def _cost(band: Band, layers: int) -> float:
 
 
 def threshold(records: Sequence[PairRecord]) -> float:
-    """Tau: what the first look moves 85 % of the safe answers by at most, so that in doubt there is a further look,
+    """Tau: what the first look moves 75 % of the safe answers by at most, so that in doubt there is a further look,
     which costs little; less where more than `RISK` of the answers would differ, and 0 where no other is good.
 
     A smaller tau is not always safer: an answer that stood at the first look may settle wrongly at a later one. So the
