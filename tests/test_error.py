@@ -61,7 +61,8 @@ def test_the_checks_cost_is_measured_against_decoding() -> None:
         shape="demo", image_tokens=64, text_tokens=60, probes=6, runs=2, warmups=0, dtype="float32"
     )
     result = check.run(settings, lambda line: None)
-    assert result["check_rows"] == 6 + 16 + 1
+    assert result["check_rows"] == 6 + 1
+    assert result["look_rows"] == 12 + 16 + 1
     assert result["checked_s"] > 0
     assert result["decode_step_s"] > 0
-    assert {"check_steps", "gated_check_steps"} <= set(result)
+    assert {"check_steps", "look_steps", "gated_check_steps"} <= set(result)

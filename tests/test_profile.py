@@ -123,7 +123,8 @@ def checked(
     name: str, *looks: tuple[float, bool], agree: bool = True, changed: str = "pictures", **more: Any
 ) -> PairRecord:
     moved, settled = zip(*looks, strict=True)
-    return record(name, changed, agree, moved=moved, settled=settled, **more)
+    unsure = {"checked": changed != "turn", "sure": (0.5,) * len(looks)}
+    return record(name, changed, agree, **{**unsure, "moved": moved, "settled": settled, **more})
 
 
 SAFE = [checked(f"s{n}", (n / 100, True), (0.0, True)) for n in range(20)]
@@ -131,16 +132,23 @@ SAFE = [checked(f"s{n}", (n / 100, True), (0.0, True)) for n in range(20)]
 
 def test_a_check_ends_with_the_first_look_that_moves_little() -> None:
     one = checked("a", (2.0, False), (0.5, False), (0.1, True), agree=False)
-    assert outcome(one, 3.0) == (False, 0)
-    assert outcome(one, 0.7) == (False, 1)
-    assert outcome(one, 0.3) == (True, 2)
-    assert outcome(one, 0.05) == (True, 3)
+    assert outcome(one, 3.0, 0.9) == (False, 0)
+    assert outcome(one, 0.7, 0.9) == (False, 1)
+    assert outcome(one, 0.3, 0.9) == (True, 2)
+    assert outcome(one, 0.05, 0.9) == (True, 3)
+
+
+def test_a_sure_answer_ends_a_look_but_not_a_check() -> None:
+    looks = ((2.0, False), (0.5, True), (0.1, True))
+    assert outcome(checked("a", *looks, sure=(0.95, 0.95, 0.99)), 0.05, 0.9) == (True, 1)
+    assert outcome(checked("a", *looks, sure=(0.95, 0.5, 0.99)), 0.05, 0.9) == (True, 2)
+    assert outcome(checked("a", *looks, sure=(0.95, 0.5, 0.5), changed="turn"), 0.05, 0.9) == (False, 0)
 
 
 def test_tau_lets_most_safe_answers_stand_at_once() -> None:
     unsafe = [checked(f"u{n}", (1.9 + n, False), (0.01, True), agree=False) for n in range(5)]
-    assert threshold([*SAFE, *unsafe]) == 0.16  # 17 of 20
-    assert threshold(SAFE) == 0.16
+    assert threshold([*SAFE, *unsafe]) == 0.14  # 15 of 20
+    assert threshold(SAFE) == 0.14
     assert threshold(unsafe) == 0.01
 
 
@@ -157,7 +165,7 @@ def test_no_tau_is_given_that_was_not_tried() -> None:
     """This pair is right at the first look and wrong at the second: a tau between is worse than one above."""
     turned = checked("turned", (0.12, True), (0.05, False))
     tau = threshold([*SAFE, turned])
-    assert tau == 0.16
+    assert tau == 0.14
     assert agreement([*SAFE, turned], tau) == 1.0
     assert agreement([*SAFE, turned], 0.1) < 1.0
     assert threshold([checked("same", (0.0, True), (0.0, True))]) == 0.0
@@ -286,6 +294,7 @@ def test_records_go_on_where_they_were(tmp_path: Path) -> None:
         "turn",
         agree=False,
         moved=(1.5,),
+        sure=(0.5,),
         settled=(True,),
         deep=(True, False),
         bands={"band:1,2,0.15": True},
@@ -386,7 +395,7 @@ def test_auto_takes_a_band_where_the_profile_says_so_and_checks_elsewhere(one_la
         cache.prefill(lab.chat("Here.", picture, "q", system="S"))
         assert (cache.last.verdict.result, cache.last.spans[0].rows) == ("skipped", 0)
         cache.prefill(lab.chat("Here.", other, picture, "q"))
-        assert (cache.last.verdict.result, cache.last.spans[1].rows) == ("safe", 12 * LAYERS)
+        assert (cache.last.verdict.result, cache.last.spans[1].rows) == ("safe", 24 * LAYERS)
 
 
 @pytest.mark.parametrize(

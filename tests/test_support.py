@@ -11,7 +11,8 @@ import transformers
 from conftest import Lab
 
 from vlcache import ConfigError, UnsupportedModelError, VLCache
-from vlcache.engines.transformers.support import REFUSED, SUPPORTED, describe
+from vlcache.engines.transformers.support import describe
+from vlcache.families import REFUSED, SUPPORTED
 
 
 def test_geometry_of_the_supported_families(lab: Lab) -> None:

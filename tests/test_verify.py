@@ -26,6 +26,8 @@ LAYERS = 4
 A, B = make_picture(10), make_picture(11, 112, 196)
 NEVER, ALWAYS = 0.0, 1e9
 """Tau that takes no answer for unmoved, and one that takes every answer."""
+ALL = 10_000
+"""Probes: every token of a picture."""
 
 
 @dataclass(frozen=True)
@@ -150,19 +152,19 @@ def settled_by_the_band(lab: Lab, cache: VLCache) -> tuple[Any, Any, float]:
 def test_a_repair_is_its_band_and_the_text_behind_it(lab: Lab, close: Any) -> None:
     """A tau between what the check and what the repair move leads through all stages of that case."""
     band = Band(1, 9, 1.0)
-    with lab.cache(Verified(NEVER, 5, 1, band)) as cache:
+    with lab.cache(Verified(NEVER, ALL, 1, band)) as cache:
         first, second, tau = settled_by_the_band(lab, cache)
         recording, ((at, n),) = captured(lab, cache, first)
         inputs = lab.inputs(second)
         ((start, _),) = picture_runs(lab.model, inputs)
         expected = replay(lab.model, inputs, [Reused(start, n, recording, at, [set(), *[set(range(n))] * 3])])
-        logits, keys, values = filled(cache.prefill(second, policy=Verified(tau, 5, 1, band)))
+        logits, keys, values = filled(cache.prefill(second, policy=Verified(tau, ALL, 1, band)))
         assert cache.last.verdict.result == "repaired"
         close(logits, expected[0], 1e-4)
         for layer in range(1, LAYERS):
             close(keys[layer], expected[1][layer], 1e-4)
             close(values[layer], expected[2][layer], 1e-4)
-        cache.prefill(second, policy=Verified(ALWAYS, 5, 1, band))
+        cache.prefill(second, policy=Verified(ALWAYS, ALL, 1, band))
         assert cache.last.verdict.result == "safe"
 
 
@@ -173,17 +175,57 @@ def test_a_moving_answer_is_looked_at_again(lab: Lab, close: Any) -> None:
         recording, ((at, n),) = captured(lab, cache, lab.chat("Here.", A, "q"))
         cache.prefill(second)
         assert cache.last.verdict.result == "recomputed"
-        assert len(cache.last.verdict.moved) == 4
+        assert len(cache.last.verdict.moved) == 3  # no check: the turn's own text differs
         assert len(cache.last.verdict.looked_at) == 12
-        assert cache.last.spans[0].rows == (3 + 6 + 12 + n) * LAYERS
+        assert cache.last.spans[0].rows == (6 + 12 + n) * LAYERS
         inputs = lab.inputs(second)
         ((start, _),) = picture_runs(lab.model, inputs)
         naive = [Reused(start, n, recording, at, sets(set()))]
-        one = most_attended(lab, inputs, naive, 3)
+        one = most_attended(lab, inputs, naive, 6)
         fresh = [replace(naive[0], computed=sets({i - start for i in one}))]
-        two = sorted({*one, *most_attended(lab, inputs, fresh, 3, but=one)})
+        assert list(cache.last.verdict.looked_at) == sorted({*one, *most_attended(lab, inputs, fresh, 6, but=one)})
         cache.prefill(second, policy=WholeTail(Verified(NEVER, 3, 2)))
-        assert list(cache.last.verdict.looked_at) == two
+        assert list(cache.last.verdict.looked_at) == one
+
+
+def test_earlier_pictures_are_checked_first_with_the_answering_row_alone(one_lab: Lab) -> None:
+    lab, small = one_lab, make_picture(12, 56, 56)
+    turns = [*lab.chat(small, "what?"), {"role": "assistant", "content": "a thing"}, lab.chat(A, "which?")[1]]
+    with lab.cache(Verified(ALWAYS, 5)) as cache:
+        cache.prefill(lab.chat(small, "what?"))
+        cache.prefill(lab.chat(A, "q"))
+        cache.prefill(turns)
+        seen, asked = cache.last.spans
+        text = cache.last.prompt_tokens - seen.tokens - asked.tokens
+        assert cache.last.verdict.result == "safe"
+        assert cache.last.rows == (text + 5 + 1,) * LAYERS
+        assert (seen.rows, asked.rows) == (0, 5 * LAYERS)
+        cache.prefill(turns, policy=Verified(NEVER, 5))
+        assert cache.last.verdict.result == "recomputed"
+        assert len(cache.last.verdict.moved) == 4
+        assert cache.last.spans[1].rows == (5 + 10 + 20 + asked.tokens) * LAYERS
+
+
+@dataclass(frozen=True)
+class Sure(WholeTail):
+    """Verified, but the answer of any look is sure enough."""
+
+    @property
+    def check(self) -> Check | None:
+        check = self.verified.check
+        assert check is not None
+        return replace(check, sure=0.0)
+
+
+def test_a_sure_answer_of_a_look_is_taken_but_not_a_checks(one_lab: Lab) -> None:
+    lab, policy = one_lab, Sure(Verified(NEVER, 5))
+    assert stages(lab, policy, lab.chat("Here.", A, "q"), lab.chat("There.", A, "q")) == ("repaired", [10 * LAYERS])
+    with lab.cache(policy) as cache:
+        cache.prefill(lab.chat(B, "what?"))
+        cache.prefill(lab.chat(A, "q"))
+        cache.prefill([*lab.chat(B, "what?"), {"role": "assistant", "content": "b"}, lab.chat(A, "which?")[1]])
+        assert cache.last.verdict.result == "repaired"
+        assert cache.last.spans[1].rows == (5 + 10) * LAYERS
 
 
 def test_an_answer_that_settles_at_a_later_look_is_repaired(one_lab: Lab) -> None:
@@ -191,16 +233,16 @@ def test_an_answer_that_settles_at_a_later_look_is_repaired(one_lab: Lab) -> Non
     settled = 0
     for seed in range(20, 32):
         picture = make_picture(seed)
-        with one_lab.cache(Verified(NEVER, 3, 2)) as cache:
+        with one_lab.cache(Verified(NEVER, 3, 3)) as cache:
             cache.prefill(one_lab.chat("Here.", picture, "q"))
             chat = one_lab.chat("Look at this.", picture, "What is shown?")
             cache.prefill(chat)
             first, again, _ = cache.last.verdict.moved
             if again < first:
-                cache.prefill(chat, policy=Verified((first + again) / 2, 3, 2))
+                cache.prefill(chat, policy=Verified((first + again) / 2, 3, 3))
                 assert cache.last.verdict.result == "repaired"
                 assert cache.last.verdict.moved == pytest.approx((first, again))
-                assert cache.last.spans[0].rows == (3 + 6) * LAYERS
+                assert cache.last.spans[0].rows == (6 + 12) * LAYERS
                 settled += 1
     assert settled > 0
 
@@ -420,10 +462,10 @@ def test_a_rule_that_does_not_fit_the_model_is_refused_before_any_work(one_lab: 
 def test_a_repair_leaves_fresh_what_is(one_lab: Lab, close: Any) -> None:
     """The band's pass computes its own rows; what the looks have computed above it stays."""
     lab, band = one_lab, Band(1, 1, 0.0)
-    with lab.cache(Verified(NEVER, 5, 1, band)) as cache:
+    with lab.cache(Verified(NEVER, ALL, 1, band)) as cache:
         _, chat, tau = settled_by_the_band(lab, cache)
         looked_at = list(cache.last.verdict.looked_at)
-        _, keys, _ = filled(cache.prefill(chat, policy=Verified(ALWAYS, 5, 1)))
-        _, after, _ = filled(cache.prefill(chat, policy=Verified(tau, 5, 1, band)))
+        _, keys, _ = filled(cache.prefill(chat, policy=Verified(ALWAYS, ALL, 1)))
+        _, after, _ = filled(cache.prefill(chat, policy=Verified(tau, ALL, 1, band)))
         assert cache.last.verdict.result == "repaired"
         close(after[3][:, looked_at], keys[3][:, looked_at], 1e-5)

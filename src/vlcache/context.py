@@ -12,16 +12,16 @@ reused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from vlcache.keys import digest
 from vlcache.types import Context, Span
 
-__all__ = ["Changed", "TurnMarks", "compare", "contexts"]
+__all__ = ["Changed", "TurnMarks", "compare", "contexts", "find_marks"]
 
 Changed = Literal["text", "turn", "pictures", "neighbours"]
 """What differs before a picture, the gravest of it: at most text of other turns; text of its own turn as well; pictures
@@ -42,6 +42,29 @@ class TurnMarks:
 
     ends: frozenset[int] = frozenset()
     blanks: frozenset[int] = frozenset()
+
+
+def find_marks(
+    may_end: Collection[int], write: Callable[[list[dict[str, Any]]], str], encode: Callable[[str], Sequence[int]]
+) -> TurnMarks:
+    """How a chat template separates messages.
+
+    Parameters
+    ----------
+    may_end : collection of int
+        Tokens that end a text somewhere; those that the template writes itself are its marks.
+    write : callable
+        The template's text of a chat.
+    encode : callable
+        The tokens of a text.
+    """
+    chat = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant", "user")]
+    try:
+        written = encode(write(chat))
+    except Exception:  # no template, or one that wants another chat: all is one turn
+        return TurnMarks()
+    blanks = encode("\n")
+    return TurnMarks(frozenset(set(may_end) & set(written)), frozenset(blanks if len(blanks) == 1 else ()))
 
 
 def contexts(ids: Tensor, spans: Sequence[Span], marks: TurnMarks, scope: str) -> tuple[Context, ...]:

@@ -28,7 +28,7 @@ def examine() -> dict[str, Any]:
     from vlcache.bench.checkpoints import SHAPES
     from vlcache.bench.machine import describe_run
     from vlcache.engines.transformers.load import torchvision_imports
-    from vlcache.engines.transformers.support import REFUSED, SUPPORTED
+    from vlcache.families import REFUSED, SUPPORTED
     from vlcache.policies import POLICIES
 
     cuda = torch.cuda.is_available()

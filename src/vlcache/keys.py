@@ -10,13 +10,24 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vlcache.types import LAYOUT
 
-__all__ = ["digest", "digest_tenant", "fingerprint_settings", "fingerprint_weights", "scope", "tensor_bytes"]
+__all__ = [
+    "Sample",
+    "digest",
+    "digest_tenant",
+    "fingerprint_samples",
+    "fingerprint_settings",
+    "fingerprint_weights",
+    "sample",
+    "scope",
+    "tensor_bytes",
+]
 
 _SAMPLES = 64
 
@@ -52,13 +63,31 @@ def fingerprint_weights(config: str, weights: Iterable[tuple[str, Tensor]], dtyp
     spread evenly over it, rounded to `dtype` if given. Two fine-tunes of one model differ; an edit of single elements
     may go unseen.
     """
+    return fingerprint_samples(config, ((name, sample(weight, dtype)) for name, weight in weights))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A weight's shape and a few of its values, spread evenly over it."""
+
+    shape: tuple[int, ...]
+    values: Tensor
+
+
+def sample(weight: Tensor, dtype: torch.dtype | None = None) -> Sample:
+    """Copy up to 64 values of a weight, rounded to `dtype` if given."""
+    flat = weight.detach().reshape(-1)
+    n = min(flat.numel(), _SAMPLES)
+    spread = torch.arange(n, device=flat.device) * (flat.numel() - 1) // max(1, n - 1)
+    values = flat[spread]
+    return Sample(tuple(weight.shape), values if dtype is None else values.to(dtype))
+
+
+def fingerprint_samples(config: str, samples: Iterable[tuple[str, Sample]]) -> str:
+    """`fingerprint_weights` of weights that have been sampled already."""
     fields: list[str | bytes | memoryview] = [config]
-    for name, weight in weights:
-        flat = weight.detach().reshape(-1)
-        n = min(flat.numel(), _SAMPLES)
-        spread = torch.arange(n, device=flat.device) * (flat.numel() - 1) // max(1, n - 1)
-        sample = flat[spread] if dtype is None else flat[spread].to(dtype)
-        fields += [name, str(tuple(weight.shape)), str(sample.dtype), tensor_bytes(sample)]
+    for name, one in samples:
+        fields += [name, str(one.shape), str(one.values.dtype), tensor_bytes(one.values)]
     return digest(*fields)
 
 

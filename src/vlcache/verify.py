@@ -1,15 +1,16 @@
 """Reuse that verifies itself: fill a prompt on cached K/V, look where the answer looks, and compute just that afresh.
 
     fill        every text row on cached K/V; remember which of the pictures' tokens the last rows attend to
-    check       compute the most attended tokens afresh from layer 0 on, and the last text rows once more
+    check       compute the most attended tokens afresh from layer 0 on, and the answering row once more
                 the answer stays: reuse was safe. It moves: it was not
-    look again  at what the rows attend to now: twice as many tokens, all of them afresh, until the answer stays
+    look        the tokens that are attended to now besides: twice as many, all of them afresh, and the last text rows,
+                until the answer stays or is sure. What differs may ask for this at once, without a check
     repair      where only text of the turn differs: the pictures' tokens in a band of layers, and the text behind them
                 from that band on, if the answer stays
     recompute   everything behind the first suspicious picture. The encoder's output is reused in every case
 
-Checks run where what stands before a picture may have changed what was read into it, see `vlcache.context`. A check is
-one pass over few rows.
+All this where what stands before a picture may have changed what was read into it, see `vlcache.context`. A check, and
+a look, is one pass over few rows.
 """
 
 from __future__ import annotations
@@ -234,14 +235,19 @@ def _repair_plan(plan: Plan, check: Check, suspects: tuple[SpanPlan, ...]) -> Pl
 
 
 def _verified(case: _Case) -> Stages:
-    """Looks until the answer stays, then a band, then everything."""
-    for look in range(case.check.looks):
-        job = _probe(case, case.check.probes * max(1, 2 ** (look - 1)))
+    """A check where it decides, looks until the answer stays or is sure, then a band, then everything."""
+    check = case.check
+    has_check = check.looks > 1 and all(s.evidence.changed in check.checked for s in case.suspects)
+    for look in range(0 if has_check else min(1, check.looks - 1), check.looks):
+        is_check = has_check and not look
+        job = _probe(case, check.probes * 2**look, is_check)
         if job is None:
             break
         yield job
-        if case.moved[-1] <= case.check.tau:
-            return "repaired" if look else "safe"
+        if case.moved[-1] <= check.tau:
+            return "safe" if len(case.moved) == 1 else "repaired"
+        if not is_check and _probability(case.answers[-1][0]) >= check.sure:
+            return "repaired"
     if case.repair is not None:
         yield _job(case, case.repair, case.check.repair)
         if case.moved[-1] <= case.check.tau:
@@ -255,14 +261,19 @@ def _verified(case: _Case) -> Stages:
     return "recomputed"
 
 
-def _probe(case: _Case, probes: int) -> Job | None:
-    """The tokens of suspicious spans that the last rows attend to most and that are not fresh yet, and the last text
-    rows; None where all are fresh."""
+def _probability(logits: Tensor) -> float:
+    """Of the first choice."""
+    return float(logits.float().softmax(-1).max())
+
+
+def _probe(case: _Case, tokens: int, is_check: bool) -> Job | None:
+    """So many tokens of suspicious spans: those of earlier looks, and those that the last rows attend to most now. And
+    the last text rows, of a check the answering one alone. None where all tokens are fresh."""
     assert case.gaze.paid is not None
     plan, paid = case.passes[0], case.gaze.paid.tolist()
     fresh = set(case.looked_at)
     stale = [i for s in case.suspects for i in range(s.span.start, s.span.stop) if i < len(paid) and i not in fresh]
-    ranked = sorted(stale, key=lambda i: -paid[i])[:probes]
+    ranked = sorted(stale, key=lambda i: -paid[i])[: tokens - len(fresh)]
     if not ranked:
         return None
     case.looks += 1
@@ -270,7 +281,8 @@ def _probe(case: _Case, probes: int) -> Job | None:
     case.gaze = case.gaze.again()
     case.job.adapter.follow_attention(case.gaze)
     # Those of earlier looks once more: they were computed on what was stale then
-    return _some_rows(case, case.looked_at, _asking(plan, case.check, plan.end))
+    text = _asking(plan, case.check, plan.end)
+    return _some_rows(case, case.looked_at, intersect(text, ((plan.want[0][0], plan.end),)) if is_check else text)
 
 
 def _front(case: _Case) -> Stages:

@@ -63,12 +63,16 @@ class Check:
     tau : float
         Largest movement of the answering row's distribution that counts as none: KL, nats.
     probes : int
-        Tokens that are computed afresh to see.
+        Tokens that the check computes afresh to see.
     looks : int
-        How often, at most. Each further look takes twice as many, those that are attended to then besides the earlier
-        ones.
+        How often at most, the check included. Each has twice as many tokens fresh as the one before, those that are
+        attended to then besides the earlier ones.
     suspects : tuple of {"text", "turn", "pictures", "neighbours"}
-        What has to differ before a picture for it to be checked, see `vlcache.context`.
+        What has to differ before a picture for it to be looked at, see `vlcache.context`.
+    checked : tuple of {"text", "turn", "pictures", "neighbours"}
+        Of these, what a check decides about. Where others differ there is none, and the second look comes at once.
+    sure : float
+        Probability of the first token from which on the answer of a look is taken also where it moved; not a check's.
     repair : Policy, optional
         What is computed first where a check fails and text of the turn is all that differs.
     follow : float
@@ -79,14 +83,16 @@ class Check:
         Instead of looking where the answer looks: `probes` tokens after the other from each picture's front, until
         their V deviate by at most `tau`.
     text : int
-        Text rows before the answering one that the check computes again at most: what the question's own rows have
-        gathered from the pictures.
+        Text rows before the answering one that a look computes again at most: what the question's own rows have
+        gathered from the pictures. The check computes none of them.
     """
 
     tau: float
     probes: int
     looks: int
     suspects: tuple[Changed, ...]
+    checked: tuple[Changed, ...] = ()
+    sure: float = 2.0
     repair: Policy | None = None
     follow: float = 0.5
     text: int = 16

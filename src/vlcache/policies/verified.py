@@ -5,11 +5,15 @@ A picture keeps what it was read for: a question, a legend, a picture that is a 
 system prompt moves as well. What the answer does when exactly those tokens are computed afresh does tell.
 
     base        the rule by which the picture is reused at first
-    check       one pass over the tokens that the last rows attend to most, and over the text that ends the prompt
-    look again  where the answer moved: as many more tokens, until it stays
+    check       where only pictures of earlier turns differ: the tokens that the last rows attend to most, and the
+                answering row
+    look        where the check moved the answer, and at once where its own turn differs: twice as many tokens, and the
+                text that ends the prompt; the answer is taken where it stays or is sure; if not, once more
     repair      a band of deep layers, where nothing but text of the turn differs
     recompute   everything from the first suspicious picture on, where that did not settle it
 
+Text and pictures of the turn are what a picture was read for, so most of the time a check there would only say that it
+has to be looked at; and where it would not, the reused answer itself may be looking at what the old text asked for.
 Where nothing suspicious differs before a picture nothing is checked. See `vlcache.verify` for the passes and
 `vlcache.context` for what is suspicious.
 """
@@ -27,11 +31,14 @@ from vlcache.policies.share import written
 from vlcache.ranges import Ranges
 from vlcache.types import Span
 
-__all__ = ["Verified"]
+__all__ = ["CHECKED", "SURE", "Verified"]
 
 _NAIVE = NoRecompute()
 _LOOKS = 3
+SURE = 0.9
+"""Probability of the first token from which on the answer of a look is taken."""
 SUSPICIOUS: tuple[Changed, ...] = ("pictures", "turn", "neighbours")
+CHECKED: tuple[Changed, ...] = ("pictures",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +51,9 @@ class Verified:
     tau : float
         Largest movement of the answering row's distribution that counts as none: KL, nats.
     probes : int
-        Tokens that are computed afresh to see.
+        Tokens that the check computes afresh to see.
     looks : int
-        How often at most; each doubles the tokens.
+        How often at most, the check included; each doubles the tokens.
     repair : Band, optional
         Tried before everything is recomputed, where nothing but text of the picture's own turn differs.
     base : Policy
@@ -84,7 +91,7 @@ class Verified:
 
     @property
     def check(self) -> Check:
-        return Check(self.tau, self.probes, self.looks, SUSPICIOUS, self.repair)
+        return Check(self.tau, self.probes, self.looks, SUSPICIOUS, CHECKED, SURE, self.repair)
 
     def look(self, layers: int) -> Look | None:
         return self.base.look(layers)

@@ -12,7 +12,7 @@ from vlcache.errors import ConfigError
 __all__ = ["RECORDS_VERSION", "PairRecord", "Records", "outcome"]
 
 
-RECORDS_VERSION = 1
+RECORDS_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,12 @@ class PairRecord:
         Whether the answer differs.
     fronts : mapping of str to float
         Divergence by the ratio of the front that every layer computes.
+    checked : bool
+        Whether the first look is a check, see `vlcache.policies.Check.checked`.
     moved : tuple of float
-        How far the answer moved with each look of a check, nats; empty where nothing was suspicious.
+        How far the answer moved with each look, nats; empty where nothing was suspicious.
+    sure : tuple of float
+        Probability of the first token behind each look.
     settled : tuple of bool
         Whether the answer behind each look is full recompute's.
     deep : tuple of bool
@@ -56,17 +60,19 @@ class PairRecord:
     alone_flips: tuple[bool, ...] = ()
     onward_flips: tuple[bool, ...] = ()
     fronts: Mapping[str, float] = field(default_factory=dict)
+    checked: bool = False
     moved: tuple[float, ...] = ()
+    sure: tuple[float, ...] = ()
     settled: tuple[bool, ...] = ()
     deep: tuple[bool, ...] = ()
     bands: Mapping[str, bool] = field(default_factory=dict)
 
 
-def outcome(record: PairRecord, tau: float) -> tuple[bool, int]:
-    """Whether a check with that tau ends with full recompute's answer, and with which look; one more than there are
-    where everything is recomputed."""
-    for look, (moved, right) in enumerate(zip(record.moved, record.settled, strict=True)):
-        if moved <= tau:
+def outcome(record: PairRecord, tau: float, sure: float) -> tuple[bool, int]:
+    """Whether looks with that tau, and taking answers from that probability on, end with full recompute's answer, and
+    with which look; one more than there are where everything is recomputed."""
+    for look, (moved, top, right) in enumerate(zip(record.moved, record.sure, record.settled, strict=True)):
+        if moved <= tau or (top >= sure and not (record.checked and look == 0)):
             return right, look
     return True, len(record.moved)
 

@@ -1,6 +1,6 @@
 """One run of `vlcache profile`: calibration pairs in, a profile and its plots out.
 
-pair -> plain answer -> naive reuse and a check
+pair -> plain answer -> naive reuse, a check and looks
                         nothing but other turns' text changed: each layer alone, all from each layer on, fronts
                         text of the turn changed, and the answer with it: all tokens from each layer on, then bands
 """
@@ -32,6 +32,7 @@ from vlcache.engines.transformers.support import describe
 from vlcache.engines.transformers.weights import WeightsWatch
 from vlcache.errors import ConfigError, InputError, MediaError
 from vlcache.policies import Band, Check, Evidence, Full, Layered, NoRecompute, Policy, Prefix, Rule, Verified
+from vlcache.policies.verified import CHECKED
 from vlcache.profile import Profile
 from vlcache.profiling.plots import plot_profile
 from vlcache.profiling.records import RECORDS_VERSION, PairRecord, Records
@@ -48,7 +49,7 @@ T = TypeVar("T")
 _AT_ONCE = 8
 _GRAVITY = get_args(Changed)
 _FRONTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-# More of those that a check decides about; text of other turns is for the layers
+# More of those that checks and looks decide about; text of other turns is for the layers
 _TURNS = (
     *("swapped", "question", "picture", "system", "swapped", "legend"),
     *("picture", "question", "swapped", "turn", "picture", "legend"),
@@ -79,7 +80,7 @@ class Settings:
     pairs: int = 108
     held_out: int = 2
     layer_pairs: int = 4
-    deep_pairs: int = 6
+    deep_pairs: int = 12
     probes: int = 12
     target_kl: float | None = 0.005
     target_share: float | None = None
@@ -206,7 +207,7 @@ class _EveryLook(Rule):
 
     @property
     def check(self) -> Check:
-        return replace(Verified(0.0, self.probes).check, tau=-1.0, recompute=False)
+        return replace(Verified(0.0, self.probes).check, tau=-1.0, sure=2.0, recompute=False)
 
     def rows(self, span: Span, layer: int, evidence: Evidence) -> Ranges:
         return ()
@@ -227,14 +228,16 @@ class _Measure:
         check = _EveryLook(self._settings.probes)
         (none, _), (probed, _) = asked.study.run([NoRecompute(), check])
         moved = probed.verdict.moved if probed.verdict is not None else ()
-        settled = [asked.agrees_with(logits) for logits in (*probed.before[1:], probed.logits)][: len(moved)]
+        behind = [*probed.before[1:], probed.logits][: len(moved)]
         record = PairRecord(
             name=trial.name,
             changed=changed,
             kl=asked.divergence(none),
             agree=asked.agrees(none),
+            checked=all(evidence.changed in (*CHECKED, "text") for evidence in asked.study.known),
             moved=tuple(map(float, moved)),
-            settled=tuple(settled),
+            sure=tuple(float(logits[0].float().softmax(-1).max()) for logits in behind),
+            settled=tuple(map(asked.agrees_with, behind)),
         )
         if changed == "text" and sum(one.held_out for one in before) < self._settings.held_out:
             return replace(record, held_out=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from vlcache.errors import ConfigError
 from vlcache.policies import Band
+from vlcache.policies.verified import SURE
 from vlcache.profile import Profile
 from vlcache.profiling.budgets import gain_curve, predicted, solve
 from vlcache.profiling.records import PairRecord, outcome
@@ -90,7 +91,7 @@ def threshold(records: Sequence[PairRecord]) -> float:
 
 def agreement(records: Sequence[PairRecord], tau: float) -> float:
     """Share of checked pairs whose answer ends as full recompute's; what is recomputed does."""
-    return _share(outcome(record, tau)[0] for record in records)
+    return _share(outcome(record, tau, SURE)[0] for record in records)
 
 
 def make_profile(model: str, layers: int, records: Sequence[PairRecord], targets: Targets, probes: int) -> Profile:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlcache.context import TurnMarks
+from vlcache.context import TurnMarks, find_marks
 from vlcache.errors import InputError
 from vlcache.types import Span
 
@@ -184,14 +184,11 @@ def turn_marks(model: Any, processor: Any) -> TurnMarks:
         getattr(processor.tokenizer, "eos_token_id", None),
         *(stops if isinstance(stops, list | tuple) else [stops]),
     ]
-    may_end = {int(token) for token in named if token is not None}
-    chat = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant", "user")]
-    try:
-        written = processor.tokenizer(render(processor, chat, add_generation_prompt=False))["input_ids"]
-    except Exception:  # a processor without a template, or whose template wants another chat: all is one turn
-        return TurnMarks()
-    blanks = processor.tokenizer("\n")["input_ids"]
-    return TurnMarks(frozenset(may_end & set(written)), frozenset(blanks if len(blanks) == 1 else ()))
+    return find_marks(
+        {int(token) for token in named if token is not None},
+        lambda chat: render(processor, chat, add_generation_prompt=False),
+        lambda text: processor.tokenizer(text)["input_ids"],
+    )
 
 
 def check_continuation(model: Any, ids: Sequence[int]) -> None:

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlcache.keys import fingerprint_settings, fingerprint_weights
+from vlcache.families import fingerprint_config
+from vlcache.keys import fingerprint_weights
 
 __all__ = ["WeightsWatch"]
-
-
-_CIRCUMSTANCES = ("_name_or_path", "transformers_version")
 
 
 class WeightsWatch:
@@ -51,8 +49,7 @@ class WeightsWatch:
     def fingerprint(self) -> str:
         """Digest of configuration, weights' samples and the adapters in force; the same wherever the model lies and
         whichever release of transformers runs it."""
-        config = {k: v for k, v in self._model.config.to_dict().items() if k not in _CIRCUMSTANCES}
-        settings = fingerprint_settings(self._model.config.model_type, config) + "\n".join(self._adapters)
+        settings = fingerprint_config(self._model.config) + "\n".join(self._adapters)
         return fingerprint_weights(settings, self._model.named_parameters())
 
     def profile_fingerprint(self) -> str:
