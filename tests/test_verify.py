@@ -329,7 +329,7 @@ def test_pictures_of_the_turn_that_changed_are_not_repaired_in_part(one_lab: Lab
     with one_lab.cache(policy) as cache:
         cache.prefill(one_lab.chat(A, B, "q"))
         cache.prefill(one_lab.chat(B, A, "q"))
-        assert sum(rows) == (5 + cache.last.vision_tokens) * LAYERS
+        assert sum(rows) == (2 * 5 + cache.last.vision_tokens) * LAYERS
 
 
 def test_an_entry_without_the_checkpoint_is_repaired_from_the_first_layer(one_lab: Lab) -> None:

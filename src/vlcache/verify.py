@@ -240,7 +240,7 @@ def _verified(case: _Case) -> Stages:
     has_check = check.looks > 1 and all(s.evidence.changed in check.checked for s in case.suspects)
     for look in range(0 if has_check else min(1, check.looks - 1), check.looks):
         is_check = has_check and not look
-        job = _probe(case, check.probes * 2**look, is_check)
+        job = _probe(case, check.probes * 2**look * (1 if is_check else len(case.suspects)), is_check)
         if job is None:
             break
         yield job

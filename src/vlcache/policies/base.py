@@ -65,8 +65,8 @@ class Check:
     probes : int
         Tokens that the check computes afresh to see.
     looks : int
-        How often at most, the check included. Each has twice as many tokens fresh as the one before, those that are
-        attended to then besides the earlier ones.
+        How often at most, the check included. Each has twice as many tokens fresh as the one before, of several
+        suspicious pictures so many for each: those that are attended to then besides the earlier ones.
     suspects : tuple of {"text", "turn", "pictures", "neighbours"}
         What has to differ before a picture for it to be looked at, see `vlcache.context`.
     checked : tuple of {"text", "turn", "pictures", "neighbours"}

@@ -35,7 +35,7 @@ __all__ = ["CHECKED", "SURE", "Verified"]
 
 _NAIVE = NoRecompute()
 _LOOKS = 3
-SURE = 0.9
+SURE = 0.995
 """Probability of the first token from which on the answer of a look is taken."""
 SUSPICIOUS: tuple[Changed, ...] = ("pictures", "turn", "neighbours")
 CHECKED: tuple[Changed, ...] = ("pictures",)
