@@ -23,11 +23,12 @@ from vlcache.engines.transformers import load_checkpoint
 from vlcache.engines.transformers.weights import WeightsWatch
 from vlcache.errors import ConfigError
 from vlcache.policies import Auto, Band, Layered, NoRecompute, Verified
+from vlcache.policies.verified import SURE
 from vlcache.profile import PROFILE_NAME, Profile, read_profile
 from vlcache.profiling import run as profiling
 from vlcache.profiling.budgets import gain_curve, predicted, solve
 from vlcache.profiling.records import PairRecord, Records, outcome
-from vlcache.profiling.solve import Targets, agreement, bands_to_try, enter_layer, make_profile, threshold
+from vlcache.profiling.solve import Targets, agreement, bands_to_try, enter_layer, make_profile, sureness, threshold
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -51,6 +52,7 @@ PROFILE = Profile(
     at_once=False,
     tau=0.7,
     probes=12,
+    sure=0.9,
     checked=20,
     agreement=1.0,
 )
@@ -130,12 +132,11 @@ def checked(
 SAFE = [checked(f"s{n}", (n / 100, True), (0.0, True)) for n in range(20)]
 
 
-def test_a_check_ends_with_the_first_look_that_moves_little() -> None:
+def test_a_check_ends_where_the_answer_stays_and_a_look_where_it_is_sure() -> None:
     one = checked("a", (2.0, False), (0.5, False), (0.1, True), agree=False)
     assert outcome(one, 3.0, 0.9) == (False, 0)
-    assert outcome(one, 0.7, 0.9) == (False, 1)
-    assert outcome(one, 0.3, 0.9) == (True, 2)
-    assert outcome(one, 0.05, 0.9) == (True, 3)
+    assert outcome(one, 0.7, 0.9) == (True, 3)  # no look is sure
+    assert outcome(one, 0.7, 0.5) == (False, 1)
 
 
 def test_a_sure_answer_ends_a_look_but_not_a_check() -> None:
@@ -145,30 +146,36 @@ def test_a_sure_answer_ends_a_look_but_not_a_check() -> None:
     assert outcome(checked("a", *looks, sure=(0.95, 0.5, 0.5), changed="turn"), 0.05, 0.9) == (False, 0)
 
 
+def test_an_answer_has_to_be_as_sure_as_nine_of_ten_are() -> None:
+    assert sureness([record(str(n), full_sure=n / 20) for n in range(20)]) == 0.1
+    assert sureness([record(str(n), full_sure=0.999) for n in range(20)]) == SURE
+
+
 def test_tau_lets_most_safe_answers_stand_at_once() -> None:
     unsafe = [checked(f"u{n}", (1.9 + n, False), (0.01, True), agree=False) for n in range(5)]
-    assert threshold([*SAFE, *unsafe]) == 0.14  # 15 of 20
-    assert threshold(SAFE) == 0.14
-    assert threshold(unsafe) == 0.01
+    assert threshold([*SAFE, *unsafe], 0.9) == 0.14  # 15 of 20
+    assert threshold(SAFE, 0.9) == 0.14
+    assert threshold(unsafe, 0.9) == 0.0  # no safe answer to let stand
 
 
 def test_tau_keeps_to_the_risk_where_safe_and_unsafe_overlap() -> None:
     blind = checked("blind", (0.055, False), (0.01, False), agree=False)
-    assert threshold([*SAFE, blind]) == 0.0
-    late = checked("late", (3.0, False), (0.055, False), agree=False)
-    assert threshold([*SAFE, late]) == 0.05
-    assert agreement([*SAFE, late], 0.05) == 1.0
-    assert agreement([*SAFE, late], 0.06) == pytest.approx(20 / 21)
+    assert threshold([*SAFE, blind], 0.9) == 0.05
+    assert agreement([*SAFE, blind], 0.05, 0.9) == 1.0  # no look is sure: recomputed
+    assert agreement([*SAFE, blind], 0.06, 0.9) == pytest.approx(20 / 21)
+    late = checked("late", (3.0, False), (0.055, False), agree=False, sure=(0.5, 0.95))
+    assert threshold([*SAFE, late], 0.9) == 0.0
+    assert threshold([*SAFE, late], 0.96) == 0.14
 
 
 def test_no_tau_is_given_that_was_not_tried() -> None:
-    """This pair is right at the first look and wrong at the second: a tau between is worse than one above."""
-    turned = checked("turned", (0.12, True), (0.05, False))
-    tau = threshold([*SAFE, turned])
+    """This pair is right at the check and wrong at the look: a tau below is worse than one above."""
+    turned = checked("turned", (0.12, True), (0.05, False), sure=(0.5, 0.95))
+    tau = threshold([*SAFE, turned], 0.9)
     assert tau == 0.14
-    assert agreement([*SAFE, turned], tau) == 1.0
-    assert agreement([*SAFE, turned], 0.1) < 1.0
-    assert threshold([checked("same", (0.0, True), (0.0, True))]) == 0.0
+    assert agreement([*SAFE, turned], tau, 0.9) == 1.0
+    assert agreement([*SAFE, turned], 0.1, 0.9) < 1.0
+    assert threshold([checked("same", (0.0, True), (0.0, True))], 0.9) == 0.0
 
 
 def pairs(turn: list[PairRecord]) -> list[PairRecord]:
@@ -190,24 +197,26 @@ def pairs(turn: list[PairRecord]) -> list[PairRecord]:
 
 def test_a_check_decides_where_it_misses_nothing() -> None:
     measured = {"deep": (True, True, False, False), "bands": {"band:1,2,0.15": True}}
-    turn = [checked("x", (2.0, False), agree=False, changed="turn", **measured)]
+    turn = [checked("x", (2.0, True), agree=False, changed="turn", sure=(0.99,), **measured)]
     profile = make_profile("m", LAYERS, pairs(turn), Targets(kl=1.0), 12)
     assert not profile.at_once
     assert profile.band == (1, 2, 0.15)
     assert profile.agreement == 1.0
-    assert profile.auto() == Auto(Verified(profile.tau, 12, repair=Band(1, 2, 0.15)), None, NoRecompute())
+    assert profile.auto() == Auto(
+        Verified(profile.tau, 12, repair=Band(1, 2, 0.15), sure=0.98, calm=False), None, NoRecompute()
+    )
 
 
 def test_the_band_comes_at_once_where_a_check_is_blind() -> None:
     bands = {"band:1,2,0.15": False, "band:1,2,0.3": True}
     measured = {"deep": (True, True, False, False), "bands": bands}
-    turn = [checked("x", (0.001, False), agree=False, changed="turn", **measured)]
+    turn = [checked("x", (0.001, False), agree=False, changed="turn", sure=(0.99,), **measured)]
     profile = make_profile("m", LAYERS, pairs(turn), Targets(kl=1.0), 12)
     assert profile.at_once
     assert profile.band == (1, 2, 0.3)
     assert profile.tau > 0.2
     auto = profile.auto()
-    assert auto == Auto(Verified(profile.tau, 12), Band(1, 2, 0.3), NoRecompute())
+    assert auto == Auto(Verified(profile.tau, 12, sure=0.98, calm=False), Band(1, 2, 0.3), NoRecompute())
     assert "turn" not in auto.check.suspects
     assert auto.checkpoints == (1,)
 
@@ -225,7 +234,7 @@ def test_too_few_pairs_are_refused() -> None:
 def test_without_pairs_that_show_a_depth_there_is_no_band() -> None:
     profile = make_profile("m", LAYERS, pairs([]), Targets(kl=1.0), 12)
     assert (profile.band, profile.deep, profile.at_once) == (None, (), False)
-    assert profile.auto() == Auto(Verified(profile.tau, 12), None, NoRecompute())
+    assert profile.auto() == Auto(Verified(profile.tau, 12, sure=0.98, calm=False), None, NoRecompute())
     assert profile.alone_flips == (1.0, 0.0, 0.0, 0.0)
 
 
@@ -240,7 +249,8 @@ def test_a_profile_reads_back(tmp_path: Path) -> None:
     PROFILE.write(tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == PROFILE
     assert PROFILE.policy("layered") == Layered(PROFILE.budgets)
-    assert PROFILE.policy("auto") == Auto(Verified(0.7, 12, repair=Band(1, 2, 0.25)), None, Layered(PROFILE.budgets))
+    verified = Verified(0.7, 12, repair=Band(1, 2, 0.25), sure=0.9, calm=False)
+    assert PROFILE.policy("auto") == Auto(verified, None, Layered(PROFILE.budgets))
     assert PROFILE.policy("none") == NoRecompute()
     assert PROFILE.policy("layered:1,1,1,1") == Layered((1.0,) * 4)
 
@@ -259,7 +269,7 @@ def test_budgets_written_by_hand_that_grow_are_widened_with_a_warning(tmp_path: 
     ("change", "told"),
     [
         ({"format": "something"}, "is none"),
-        ({"format_version": 2}, "format version 2, this release reads 1"),
+        ({"format_version": 3}, "format version 3, this release reads 2"),
         ({"budgets": [1, 0]}, "budgets has 2 numbers for 4 layers"),
         ({"budgets": [2, 1, 0, 0]}, "ratio 2.0 is not between 0 and 1"),
         ({"alone": [1, 2, 3, float("nan")]}, "nan is no number"),
@@ -278,7 +288,7 @@ def test_a_damaged_profile_is_named(tmp_path: Path, change: dict[str, Any], told
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"format": "vlcache-profile", "format_version": 1}'])
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"format": "vlcache-profile", "format_version": 2}'])
 def test_what_is_no_profile_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "p.json").write_text(content)
     with pytest.raises(ConfigError, match="vlcache profile"):
@@ -385,7 +395,7 @@ def test_a_profile_is_named_or_lies_in_the_models_directory(
 
 def test_auto_takes_a_band_where_the_profile_says_so_and_checks_elsewhere(one_lab: Lab, tmp_path: Path) -> None:
     lab, picture, other = one_lab, make_picture(10), make_picture(11)
-    profile = replace(PROFILE, at_once=True, budgets=(0.0,) * 4, tau=1e9)
+    profile = replace(PROFILE, at_once=True, budgets=(0.0,) * 4, tau=1e9, sure=0.0)
     with lab.cache(profile.auto()) as cache:
         cache.prefill(lab.chat("Here.", picture, "q"))
         cache.prefill(lab.chat("There.", picture, "q"))

@@ -228,6 +228,13 @@ def test_a_sure_answer_of_a_look_is_taken_but_not_a_checks(one_lab: Lab) -> None
         assert cache.last.spans[1].rows == (5 + 10) * LAYERS
 
 
+def test_an_unsure_answer_that_stays_is_taken_only_where_nothing_says_how_sure_it_should_be(one_lab: Lab) -> None:
+    chats = one_lab.chat("Here.", A, "q"), one_lab.chat("There.", A, "q")
+    assert stages(one_lab, Verified(ALWAYS, 5), *chats) == ("safe", [10 * LAYERS])
+    assert stages(one_lab, Verified(ALWAYS, 5, sure=0.9, calm=False), *chats)[0] == "recomputed"
+    assert stages(one_lab, Verified(ALWAYS, 5, sure=0.0, calm=False), *chats) == ("safe", [10 * LAYERS])
+
+
 def test_an_answer_that_settles_at_a_later_look_is_repaired(one_lab: Lab) -> None:
     """Of many pictures some do; a tau between what the first and what the second look moved ends it there."""
     settled = 0

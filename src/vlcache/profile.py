@@ -26,7 +26,7 @@ from vlcache.policies.verified import Verified
 __all__ = ["FORMAT", "PROFILE_NAME", "VERSION", "Profile", "read_profile"]
 
 FORMAT = "vlcache-profile"
-VERSION = 1
+VERSION = 2
 PROFILE_NAME = "vlcache-profile.json"
 """What a profile is called in a model's directory."""
 
@@ -62,10 +62,10 @@ class Profile:
         `(enter, narrow, share)` of `vlcache.policies.Band`; None where none was found that is less than everything.
     at_once : bool
         Whether the band is computed wherever text of the turn changed, because a check there misses more than its risk.
-    tau, probes
+    tau, probes, sure
         Of `vlcache.policies.Verified`.
     checked : int
-        Pairs that the check was calibrated on.
+        Pairs that checks and looks were calibrated on.
     agreement : float
         With full recompute, where the check decides, on those pairs.
     measured : mapping of str
@@ -88,6 +88,7 @@ class Profile:
     at_once: bool
     tau: float
     probes: int
+    sure: float
     checked: int
     agreement: float
     measured: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +103,8 @@ class Profile:
     def auto(self) -> Policy:
         base: Policy = Layered(self.budgets) if any(self.budgets) else NoRecompute()
         band = None if self.band is None else Band(*self.band)
-        verified = Verified(self.tau, self.probes, repair=None if self.at_once else band)
+        repair = None if self.at_once else band
+        verified = Verified(self.tau, self.probes, repair=repair, sure=self.sure, calm=False)
         return Auto(verified, band if self.at_once else None, base)
 
     def write(self, path: Path) -> None:
@@ -182,6 +184,7 @@ def _parse(data: dict[str, Any]) -> Profile:
         at_once=bool(data["at_once"]),
         tau=_finite(data["tau"]),
         probes=int(data["probes"]),
+        sure=_finite(data["sure"]),
         checked=int(data["checked"]),
         agreement=_finite(data["agreement"]),
         measured=dict(data.get("measured", {})),

@@ -4,7 +4,7 @@
     check       compute the most attended tokens afresh from layer 0 on, and the answering row once more
                 the answer stays: reuse was safe. It moves: it was not
     look        the tokens that are attended to now besides: twice as many, all of them afresh, and the last text rows,
-                until the answer stays or is sure. What differs may ask for this at once, without a check
+                until the answer is sure, or stays. What differs may ask for this at once, without a check
     repair      where only text of the turn differs: the pictures' tokens in a band of layers, and the text behind them
                 from that band on, if the answer stays
     recompute   everything behind the first suspicious picture. The encoder's output is reused in every case
@@ -244,10 +244,9 @@ def _verified(case: _Case) -> Stages:
         if job is None:
             break
         yield job
-        if case.moved[-1] <= check.tau:
-            return "safe" if len(case.moved) == 1 else "repaired"
-        if not is_check and _probability(case.answers[-1][0]) >= check.sure:
-            return "repaired"
+        stays = case.moved[-1] <= check.tau
+        if (stays and (is_check or check.calm)) or (not is_check and _probability(case.answers[-1][0]) >= check.sure):
+            return "safe" if stays and len(case.moved) == 1 else "repaired"
     if case.repair is not None:
         yield _job(case, case.repair, case.check.repair)
         if case.moved[-1] <= case.check.tau:

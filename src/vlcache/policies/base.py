@@ -72,7 +72,9 @@ class Check:
     checked : tuple of {"text", "turn", "pictures", "neighbours"}
         Of these, what a check decides about. Where others differ there is none, and the second look comes at once.
     sure : float
-        Probability of the first token from which on the answer of a look is taken also where it moved; not a check's.
+        Probability of the first token from which on the answer of a look is taken.
+    calm : bool
+        Whether it is also taken where it has not moved, however sure.
     repair : Policy, optional
         What is computed first where a check fails and text of the turn is all that differs.
     follow : float
@@ -93,6 +95,7 @@ class Check:
     suspects: tuple[Changed, ...]
     checked: tuple[Changed, ...] = ()
     sure: float = 2.0
+    calm: bool = True
     repair: Policy | None = None
     follow: float = 0.5
     text: int = 16

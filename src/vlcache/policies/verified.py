@@ -35,8 +35,8 @@ __all__ = ["CHECKED", "SURE", "Verified"]
 
 _NAIVE = NoRecompute()
 _LOOKS = 3
-SURE = 0.995
-"""Probability of the first token from which on the answer of a look is taken."""
+SURE = 0.98
+"""Probability of the first token from which on the answer of a look is taken, unless a profile says another."""
 SUSPICIOUS: tuple[Changed, ...] = ("pictures", "turn", "neighbours")
 CHECKED: tuple[Changed, ...] = ("pictures",)
 
@@ -58,6 +58,11 @@ class Verified:
         Tried before everything is recomputed, where nothing but text of the picture's own turn differs.
     base : Policy
         The rule by which pictures are reused at first; one that has no check.
+    sure : float
+        Probability of the first token from which on the answer of a look is taken.
+    calm : bool
+        Whether it is also taken where it has not moved. How sure a model's right answers are, a profile knows; without
+        one an answer that is unsure but stays has to do.
     """
 
     tau: float
@@ -65,6 +70,8 @@ class Verified:
     looks: int = _LOOKS
     repair: Band | None = None
     base: Policy = _NAIVE
+    sure: float = SURE
+    calm: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.tau < float("inf"):
@@ -91,7 +98,7 @@ class Verified:
 
     @property
     def check(self) -> Check:
-        return Check(self.tau, self.probes, self.looks, SUSPICIOUS, CHECKED, SURE, self.repair)
+        return Check(self.tau, self.probes, self.looks, SUSPICIOUS, CHECKED, self.sure, self.calm, self.repair)
 
     def look(self, layers: int) -> Look | None:
         return self.base.look(layers)

@@ -12,7 +12,7 @@ from vlcache.errors import ConfigError
 __all__ = ["RECORDS_VERSION", "PairRecord", "Records", "outcome"]
 
 
-RECORDS_VERSION = 2
+RECORDS_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class PairRecord:
         Divergence of the answer when all K/V are reused: KL(full || reused), mean over its tokens, nats.
     agree : bool
         Whether it is full recompute's, token by token.
+    full_sure : float
+        Probability that full recompute gives its answer's first token.
     held_out : bool
         Whether budgets are tested on it.
     alone, onward : tuple of float
@@ -54,6 +56,7 @@ class PairRecord:
     changed: str
     kl: float
     agree: bool
+    full_sure: float = 1.0
     held_out: bool = False
     alone: tuple[float, ...] = ()
     onward: tuple[float, ...] = ()
@@ -69,10 +72,10 @@ class PairRecord:
 
 
 def outcome(record: PairRecord, tau: float, sure: float) -> tuple[bool, int]:
-    """Whether looks with that tau, and taking answers from that probability on, end with full recompute's answer, and
-    with which look; one more than there are where everything is recomputed."""
+    """Whether a check with that tau, and looks whose answers are taken from that probability on, end with full
+    recompute's answer, and which look it is; one more than there are where everything is recomputed."""
     for look, (moved, top, right) in enumerate(zip(record.moved, record.sure, record.settled, strict=True)):
-        if moved <= tau or (top >= sure and not (record.checked and look == 0)):
+        if moved <= tau if record.checked and look == 0 else top >= sure:
             return right, look
     return True, len(record.moved)
 

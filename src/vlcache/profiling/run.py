@@ -234,6 +234,7 @@ class _Measure:
             changed=changed,
             kl=asked.divergence(none),
             agree=asked.agrees(none),
+            full_sure=float(asked.logits[0].float().softmax(-1).max()),
             checked=all(evidence.changed in (*CHECKED, "text") for evidence in asked.study.known),
             moved=tuple(map(float, moved)),
             sure=tuple(float(logits[0].float().softmax(-1).max()) for logits in behind),

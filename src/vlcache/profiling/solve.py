@@ -74,24 +74,30 @@ def _cost(band: Band, layers: int) -> float:
     return (min(band.narrow + 1, layers) - band.enter + band.share * max(0, layers - band.narrow - 1)) / layers
 
 
-def threshold(records: Sequence[PairRecord]) -> float:
-    """Tau: what the first look moves 75 % of the safe answers by at most, so that in doubt there is a further look,
-    which costs little; less where more than `RISK` of the answers would differ, and 0 where no other is good.
+def sureness(records: Sequence[PairRecord]) -> float:
+    """How sure nine of ten of full recompute's answers are, `SURE` at most: one that is less is suspicious."""
+    found = sorted(record.full_sure for record in records)
+    return min(SURE, digits(found[len(found) // 10]))
 
-    A smaller tau is not always safer: an answer that stood at the first look may settle wrongly at a later one. So the
-    tau that is given was tried.
+
+def threshold(records: Sequence[PairRecord], sure: float) -> float:
+    """Tau: what a check moves 75 % of the safe answers by at most, so that in doubt there is a look, which costs little;
+    less where more than `RISK` of the answers would differ, and 0 where no other is good.
+
+    A smaller tau is not always safer: an answer that stood at the check may settle wrongly at a look. So the tau that
+    is given was tried.
     """
     checked = [record for record in records if record.moved]
     tried = sorted({digits(moved) for record in checked for moved in record.moved} | {0.0})
-    good = [tau for tau in tried if agreement(checked, tau) >= 1 - RISK]
+    good = [tau for tau in tried if agreement(checked, tau, sure) >= 1 - RISK]
     safe = sorted(record.moved[0] for record in checked if record.agree)
-    enough = digits(safe[math.ceil(_SAFE_QUANTILE * len(safe)) - 1]) if safe else tried[-1]
+    enough = digits(safe[math.ceil(_SAFE_QUANTILE * len(safe)) - 1]) if safe else 0.0
     return max((tau for tau in good if tau <= max(enough, _LEAST_TAU)), default=0.0)
 
 
-def agreement(records: Sequence[PairRecord], tau: float) -> float:
+def agreement(records: Sequence[PairRecord], tau: float, sure: float) -> float:
     """Share of checked pairs whose answer ends as full recompute's; what is recomputed does."""
-    return _share(outcome(record, tau, SURE)[0] for record in records)
+    return _share(outcome(record, tau, sure)[0] for record in records)
 
 
 def make_profile(model: str, layers: int, records: Sequence[PairRecord], targets: Targets, probes: int) -> Profile:
@@ -118,12 +124,10 @@ def make_profile(model: str, layers: int, records: Sequence[PairRecord], targets
     band = _band(records, enter, layers)
     others = [record for record in suspicious if record.changed != "turn"]
     turn = [record for record in suspicious if record.changed == "turn"]
-    tau = threshold(others or suspicious)
-    blind = agreement(turn, tau) < 1 - RISK
+    sure = sureness(records)
+    tau = threshold([record for record in suspicious if record.checked], sure)
     holds = band is not None and _share(record.bands.get(band.name, False) for record in turn) >= 1 - RISK
-    at_once = blind and holds
-    if blind and not at_once:
-        tau = threshold(suspicious)
+    at_once = holds and agreement(turn, tau, sure) < 1 - RISK
     return Profile(
         model=model,
         layers=layers,
@@ -141,8 +145,9 @@ def make_profile(model: str, layers: int, records: Sequence[PairRecord], targets
         at_once=at_once,
         tau=tau,
         probes=probes,
+        sure=sure,
         checked=len(others if at_once else suspicious),
-        agreement=digits(agreement(others if at_once else suspicious, tau)),
+        agreement=digits(agreement(others if at_once else suspicious, tau, sure)),
     )
 
 
