@@ -81,7 +81,7 @@ def sureness(records: Sequence[PairRecord]) -> float:
 
 
 def threshold(records: Sequence[PairRecord], sure: float) -> float:
-    """Tau: what a check moves 75 % of the safe answers by at most, so that in doubt there is a look, which costs little;
+    """Tau: what a check moves 75 % of the safe answers by at most, so that in doubt there is a look, which is cheap;
     less where more than `RISK` of the answers would differ, and 0 where no other is good.
 
     A smaller tau is not always safer: an answer that stood at the check may settle wrongly at a look. So the tau that
