@@ -1,0 +1,95 @@
+"""Exact stays exact: what is reused approximately serves nobody but the chat that it was made for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import BLOCK, Engine, close, picture, prompt
+
+A, B = picture(0), picture(1, 392, 280)
+LONG = "You are a careful assistant. " * 12
+
+
+@pytest.fixture
+def known(engine: Engine) -> Engine:
+    """A has been seen in another context, and vLLM's own caches are empty."""
+    engine.forget()
+    engine.ask(prompt("[]what?", [A], "first"), tokens=1)
+    engine.forget(store=False)
+    return engine
+
+
+def follow_up(asked: dict[str, Any], answer: str, question: str) -> dict[str, Any]:
+    text = f"{asked['prompt']}{answer}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    return dict(asked, prompt=text)
+
+
+def claims(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that the plugin fills, request by request, from now on."""
+    found: list[int] = []
+    scheduler = engine.connector._scheduler
+    claim = scheduler.claim
+
+    def spy(request: Any, computed: int) -> int:
+        found.append(claim(request, computed))
+        return found[-1]
+
+    monkeypatch.setattr(scheduler, "claim", spy)
+    return found
+
+
+def test_reused_blocks_are_no_prefix_of_other_requests(known: Engine) -> None:
+    asked, other = prompt("[]what is it?", [A], LONG), prompt("[]what else is there?", [A], LONG)
+    plain = known.plain(asked)
+    (alone,) = known.ask(other, vlcache="none")
+    known.forget(store=False)
+    (reused,) = known.ask(asked, vlcache="none")
+    assert reused.cached > BLOCK
+    assert abs(reused.logprobs[0] - plain[0].logprobs[0]) > 1e-4  # it is approximate
+    close(known.ask(other, vlcache="none"), [alone])
+    after = known.ask(asked, vlcache=False)
+    close(after, plain)
+    assert 0 < after[0].cached <= len(LONG) + BLOCK  # the system prompt's blocks are exact, and are shared
+
+
+def test_exact_blocks_go_on_serving_everybody(known: Engine) -> None:
+    asked = prompt("[]what is it?", [A], LONG)
+    first = known.ask(asked, vlcache=False)
+    again = known.ask(asked, vlcache="none")
+    assert again[0].cached == (again[0].prompt_tokens - 1) // BLOCK * BLOCK
+    close(again, first)
+    text = {"prompt": "<|im_start|>user\n" + "words " * 60}
+    known.ask(text, tokens=1)
+    assert known.ask(text, tokens=1)[0].cached >= BLOCK
+
+
+def test_the_next_turn_of_a_chat_keeps_its_own_prefix(known: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = prompt("[]what is it? " + "words " * 40, [A], LONG)  # its full blocks reach behind the picture
+    then = follow_up(asked, "an answer of some length, as long as a block is. " * 3, "and why?")
+    known.ask(asked, vlcache="none")
+    found = claims(known, monkeypatch)
+    (warm,) = known.ask(then, vlcache="none")
+    assert warm.cached >= (len(asked["prompt"]) // BLOCK) * BLOCK
+    assert found == [0]  # the picture is in vLLM's own prefix
+    known.forget(store=False)
+    known.connector._scheduler._chats.clear()
+    (cold,) = known.ask(then, vlcache="none")
+    assert found[-1] > 0
+    close([warm], [cold])
+
+
+def test_a_picture_seen_behind_a_reused_one_is_captured_when_it_comes_back(
+    known: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = prompt("[]and[]compare", [A, B])
+    found = claims(known, monkeypatch)
+    known.ask(asked, vlcache="none", tokens=1)
+    known.forget(store=False)
+    known.ask(asked, vlcache="none", tokens=1)
+    known.forget(store=False)
+    (third,) = known.ask(asked, vlcache="none", tokens=1)
+    assert found[0] > 0
+    assert found[1] == 0
+    assert found[2] > found[0]
+    assert third.cached == found[2]
