@@ -79,6 +79,41 @@ def test_the_next_turn_of_a_chat_keeps_its_own_prefix(known: Engine, monkeypatch
     close([warm], [cold])
 
 
+def test_what_becomes_known_while_a_request_waits_is_not_reused_under_exact_hashes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B is known when the request arrives, A before it only when it is scheduled."""
+    asked = prompt("[]and[]compare", [A, B])
+    plain = engine.plain(asked)
+    engine.forget()
+    engine.ask(prompt("[]what?", [B], "first"), tokens=1)
+    engine.ask(prompt("[]what?", [A], "second"), tokens=1)
+    engine.forget(store=False)
+    scheduler = engine.connector._scheduler
+    arrive, has_kv = scheduler.arrive, scheduler._has_kv
+
+    def without_a(request: Any) -> None:
+        monkeypatch.setattr(scheduler, "_has_kv", lambda span: span.start > 200 and has_kv(span))
+        arrive(request)
+        monkeypatch.setattr(scheduler, "_has_kv", has_kv)
+
+    monkeypatch.setattr(scheduler, "arrive", without_a)
+    engine.ask(asked, vlcache="none", tokens=1)
+    monkeypatch.undo()
+    after = engine.ask(asked, vlcache=False)
+    close(after, plain)
+
+
+def test_a_picture_that_stands_twice_is_reused_where_it_may_be(known: Engine) -> None:
+    """B was seen behind A only, so that all before it is computed; the second A stands behind it."""
+    asked = prompt("[]and[]and[]compare", [A, B, A])
+    plain = known.plain(asked)
+    known.ask(prompt("[]and[]compare", [A, B]), vlcache="none", tokens=1)
+    known.forget(store=False)
+    known.ask(asked, vlcache="none", tokens=1)
+    close(known.ask(asked, vlcache=False), plain)
+
+
 def test_a_picture_seen_behind_a_reused_one_is_captured_when_it_comes_back(
     known: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,3 +85,22 @@ def test_policies_that_look_decide_as_they_do_with_transformers(
     assert answer.cached > 0
     assert answer.tokens == [int(expected.argmax())]
     assert answer.logprobs[0] == pytest.approx(float(expected.max()), abs=1e-4)
+
+
+def test_a_clients_id_is_never_taken_for_a_digest(both: tuple[Engine, MemoryStore, MemoryStore]) -> None:
+    engine, theirs, _ = both
+    stored = only(theirs)
+    theirs.clear()
+    engine.forget(store=False)
+    other = dict(prompt("[]what?", [picture(7)]), multi_modal_uuids={"image": ["vlcache-" + stored.header.key.content]})
+    engine.ask(other, tokens=1)
+    assert not theirs.get_many([stored.header.key])
+
+
+def test_a_new_picture_among_known_ones_is_captured(both: tuple[Engine, MemoryStore, MemoryStore]) -> None:
+    """It is encoded by the plugin, in front of the first known one, so its K/V are exact."""
+    engine, theirs, _ = both
+    new = picture(8)
+    engine.forget(store=False)
+    engine.ask(prompt("[]and[]compare", [new, A]), vlcache="none", tokens=1)
+    assert theirs.stats().entries == 2

@@ -70,8 +70,21 @@ def test_a_store_that_breaks_down_in_the_worker_is_computed_around(
     assert store.get_many is not get_many
 
 
-def test_a_policy_that_is_none_costs_its_request_the_reuse(known: Engine) -> None:
+@pytest.mark.parametrize("policy", ["prefix:7", "layered:0.5", "x" * 1000, "verified:1,2/" * 15 + "none"])
+def test_a_policy_that_is_none_costs_its_request_the_reuse(known: Engine, policy: str) -> None:
     plain = known.plain(ASKED)
-    ours = known.ask(ASKED, vlcache="prefix:7")
+    ours = known.ask(ASKED, vlcache=policy)
     assert ours[0].cached == 0
     close(ours, plain)
+
+
+def test_a_failure_of_ours_in_the_worker_is_computed_around(known: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vlcache.engines.vllm.worker as worker
+
+    plain = known.plain(ASKED)
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("a fault of the plugin's own")
+
+    monkeypatch.setattr(worker, "checked_prefill", broken)
+    close(known.ask(ASKED, vlcache="none"), plain)

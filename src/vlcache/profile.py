@@ -61,7 +61,7 @@ class Profile:
     band : tuple or None
         `(enter, narrow, share)` of `vlcache.policies.Band`; None where none was found that is less than everything.
     at_once : bool
-        Whether the band is computed wherever text of the turn changed, because a check there misses more than its risk.
+        Whether the band is computed wherever text of the turn changed, because looks there miss more than their risk.
     tau, probes, sure
         Of `vlcache.policies.Verified`.
     checked : int

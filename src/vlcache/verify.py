@@ -6,7 +6,7 @@
     look        the tokens that are attended to now besides: twice as many, all of them afresh, and the last text rows,
                 until the answer is sure, or stays. What differs may ask for this at once, without a check
     repair      where only text of the turn differs: the pictures' tokens in a band of layers, and the text behind them
-                from that band on, if the answer stays
+                from that band on, if the answer is sure then, or stays
     recompute   everything behind the first suspicious picture. The encoder's output is reused in every case
 
 All this where what stands before a picture may have changed what was read into it, see `vlcache.context`. A check, and
@@ -245,11 +245,11 @@ def _verified(case: _Case) -> Stages:
             break
         yield job
         stays = case.moved[-1] <= check.tau
-        if (stays and (is_check or check.calm)) or (not is_check and _probability(case.answers[-1][0]) >= check.sure):
+        if stays if is_check else _taken(case):
             return "safe" if stays and len(case.moved) == 1 else "repaired"
     if case.repair is not None:
-        yield _job(case, case.repair, case.check.repair)
-        if case.moved[-1] <= case.check.tau:
+        yield _job(case, case.repair, check.repair)
+        if _taken(case):
             return "repaired"
     if not case.check.recompute:
         return "repaired"
@@ -260,9 +260,10 @@ def _verified(case: _Case) -> Stages:
     return "recomputed"
 
 
-def _probability(logits: Tensor) -> float:
-    """Of the first choice."""
-    return float(logits.float().softmax(-1).max())
+def _taken(case: _Case) -> bool:
+    """Whether the latest answer is sure, or has to do because it stays."""
+    sure = float(case.answers[-1][0].float().softmax(-1).max())
+    return sure >= case.check.sure or (case.check.calm and case.moved[-1] <= case.check.tau)
 
 
 def _probe(case: _Case, tokens: int, is_check: bool) -> Job | None:

@@ -8,7 +8,7 @@ system prompt moves as well. What the answer does when exactly those tokens are 
     check       where only pictures of earlier turns differ: the tokens that the last rows attend to most, and the
                 answering row
     look        where the check moved the answer, and at once where its own turn differs: twice as many tokens, and the
-                text that ends the prompt; the answer is taken where it stays or is sure; if not, once more
+                text that ends the prompt; the answer is taken where it is sure, or stays; if not, once more
     repair      a band of deep layers, where nothing but text of the turn differs
     recompute   everything from the first suspicious picture on, where that did not settle it
 

@@ -22,8 +22,9 @@ from vlcache.engines.vllm.shared import settings_of, shared
 from vlcache.engines.vllm.worker import Worker, looks_behind
 from vlcache.errors import VLCacheError
 from vlcache.keys import digest_tenant, scope
-from vlcache.policies import Policy, parse_policy
-from vlcache.types import EntryKey, Span
+from vlcache.plan import make_plan
+from vlcache.policies import Evidence, Policy, parse_policy
+from vlcache.types import Span
 
 __all__ = ["VLCacheConnector"]
 
@@ -42,6 +43,8 @@ class VLCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._block_size = vllm_config.cache_config.block_size
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
+        if role == KVConnectorRole.WORKER:
+            self._shared.scope = ""  # of an engine before this one in the process
         self._invalid: set[int] = set()
         self._filled: set[str] = set()
         self._refused = _refusal(vllm_config)
@@ -94,11 +97,7 @@ class VLCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return work
 
     def _has_kv(self, span: Span) -> bool:
-        key = EntryKey(span.content, self._shared.scope)
-        try:
-            entry = self._shared.store.get_many([key]).get(key)
-        except Exception:  # a store that breaks its promise: a miss
-            return False
+        entry = self._shared.entry(span.content, span)
         return entry is not None and entry.has_kv
 
     # The worker's side
@@ -117,7 +116,11 @@ class VLCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if not work.loads:
             return
         assert self._worker is not None
-        _, failed = self._worker.load(work.loads)
+        try:
+            _, failed = self._worker.load(work.loads)
+        except Exception:  # whatever it was, vLLM can compute the requests itself
+            logger.exception("vlcache could not fill %d requests", len(work.loads))
+            failed = work.loads
         self._filled |= {one.asked.request for one in work.loads}
         for one in failed:
             self._invalid |= set(one.asked.blocks[one.begin // self._block_size :])
@@ -152,12 +155,17 @@ class VLCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         builder = build(spec, names, self._vllm_config, device)
         kv = PagedKV(attentions, [kv_caches[name] for name in names], builder, self._block_size)
         model = self._vllm_config.model_config
+        if not loaded.weights:
+            raise VLCacheError(f"weights loaded as {self._vllm_config.load_config.load_format} were not seen")
         checkpoint = read_checkpoint(model.model, model.dtype, loaded.weights)
         profile, configured = checkpoint.profile(self._config.profile, model.model), self._config.policy
 
         def policy_of(text: str) -> Policy:
             text = text or configured
-            return parse_policy(text) if profile is None else profile.policy(text)
+            policy = parse_policy(text) if profile is None else profile.policy(text)
+            layers = checkpoint.geometry.layers  # one that does not fit the model says so now
+            make_plan(policy, [Span("", 0, 1, (1, 1, 1))], [Evidence(layers)], 0, 2, layers)
+            return policy
 
         policy = policy_of("")
         dtype, tenant = str(model.dtype), digest_tenant(self._config.cache_salt)
@@ -165,7 +173,11 @@ class VLCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._shared.device, self._shared.layers = device, checkpoint.geometry.layers
         self._shared.policy_of = policy_of
         logger.info("vlcache is active: %s, policy %s", loaded.model.__class__.__name__, policy.name)
-        return Worker(loaded.model, checkpoint, kv, self._shared, policy_of)
+        worker = Worker(loaded.model, checkpoint, kv, self._shared, policy_of)
+        times = loaded.times
+        self._shared.is_current = lambda: loaded.times == times
+        self._shared.header_of = lambda span: worker.headers([span])[0]
+        return worker
 
     def _refuse(self, why: str) -> None:
         self._refused = why
@@ -185,4 +197,13 @@ def _refusal(config: Any) -> str:
         return f"K/V in {config.cache_config.cache_dtype} have not been tested"
     if config.lora_config is not None:
         return "LoRA has not been tested"
+    if parallel.distributed_executor_backend not in (None, "uni"):
+        return f"workers in other processes ({parallel.distributed_executor_backend}) have not been tested"
+    model = config.model_config
+    if model.runner_type != "generate":
+        return f"a {model.runner_type} model has no answers to verify"
+    if model.hf_overrides or model.revision:
+        return "a configuration or a revision other than the checkpoint's own has not been tested"
+    if model.multimodal_config is not None and model.multimodal_config.mm_processor_cache_type == "shm":
+        return "pictures in shared memory (mm_processor_cache_type shm) cannot be told apart here"
     return ""

@@ -14,14 +14,14 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECCo
 
 from vlcache.engines.vllm.identity import content_of
 from vlcache.engines.vllm.shared import settings_of, shared
-from vlcache.types import Entry, EntryKey
+from vlcache.types import Entry
 
 __all__ = ["VLCacheEncoderConnector"]
 
 
 @dataclass
 class _Wanted(ECConnectorMetadata):  # type: ignore[misc]
-    names: list[str] = field(default_factory=list)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class VLCacheEncoderConnector(ECConnectorBase):  # type: ignore[misc]
@@ -32,28 +32,32 @@ class VLCacheEncoderConnector(ECConnectorBase):  # type: ignore[misc]
         extra = vllm_config.kv_transfer_config
         config, _ = settings_of(extra.kv_connector_extra_config if extra is not None else {})
         self._shared = shared(config)
-        self._wanted: list[str] = []
+        self._promised: dict[str, torch.Tensor] = {}
+        self._wanted: dict[str, torch.Tensor] = {}
 
     def has_cache_item(self, identifier: str) -> bool:
-        return self._entry(identifier) is not None
+        entry = self._entry(identifier)
+        if entry is None:
+            return False
+        self._promised[identifier] = entry.encoder  # it may be evicted before the worker wants it
+        return True
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         name = request.mm_features[index].identifier
-        if self._entry(name) is not None:
-            self._wanted.append(name)
+        if name in self._promised:
+            self._wanted[name] = self._promised[name]
 
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
-        wanted, self._wanted = self._wanted, []
+        wanted, self._wanted, self._promised = self._wanted, {}, {}
         return _Wanted(wanted)
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         self._shared.encoder_cache = encoder_cache
         wanted = self._get_connector_metadata()
         assert isinstance(wanted, _Wanted)
-        for name in wanted.names:
-            entry = self._entry(name)
-            if name not in encoder_cache and entry is not None:
-                encoder_cache[name] = entry.encoder.to(self._shared.device)
+        for name, output in wanted.outputs.items():
+            if name not in encoder_cache:
+                encoder_cache[name] = output.to(self._shared.device)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         self._shared.encoder_cache = encoder_cache
@@ -62,8 +66,4 @@ class VLCacheEncoderConnector(ECConnectorBase):  # type: ignore[misc]
         content = content_of(name)
         if content is None or not self._shared.scope:
             return None
-        key = EntryKey(content, self._shared.scope)
-        try:
-            return self._shared.store.get_many([key]).get(key)
-        except Exception:  # a store that breaks its promise: a miss
-            return None
+        return self._shared.entry(content)

@@ -42,13 +42,18 @@ def identified(processor: type) -> type:
             items = inputs.mm_data_items["image"]
             settings = _settings(self.info, inputs.hf_processor_mm_kwargs)
             hashes["image"] = [
-                _name(items.get(number), settings) or theirs if uuid is None else theirs
+                _name(items.get(number), settings) or theirs if uuid is None else _foreign(theirs)
                 for number, (theirs, uuid) in enumerate(zip(hashes["image"], given, strict=True))
             ]
             return hashes
 
     Identified.__name__ = f"Identified{processor.__name__}"
     return Identified
+
+
+def _foreign(name: str) -> str:
+    """A client's id, never one of ours."""
+    return f"client-{name}" if name.startswith(_PREFIX) else name
 
 
 def _name(item: Any, settings: str) -> str | None:
@@ -59,7 +64,11 @@ def _name(item: Any, settings: str) -> str | None:
 
 
 def _settings(info: Any, options: Any) -> str:
-    """Fingerprint of the image processor, and of what this request sets on it."""
+    """Fingerprint of the image processor, and of what the server and this request set on it."""
     pictures = info.get_hf_processor().image_processor
     settings = fingerprint_settings(type(pictures).__name__, pictures.to_dict())
+    options = dict(info.ctx.get_merged_mm_kwargs(options))
+    if info.ctx.model_config.get_multimodal_config().mm_device_do_normalize:
+        for name in ("do_normalize", "do_rescale"):  # vLLM's own: the model does it instead, to the same end
+            options.pop(name, None)
     return digest(settings, json.dumps(options, sort_keys=True, default=str)) if options else settings

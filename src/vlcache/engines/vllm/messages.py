@@ -41,8 +41,8 @@ class Load:
 
     Attributes
     ----------
-    reused : frozenset of str
-        Digests of the pictures that the scheduler counts on.
+    reused : frozenset of int
+        The pictures, by number, whose stored K/V take their place; the others are computed.
     pixels : mapping of int to item
         Of new pictures in between, what the encoder takes, by number.
     policy : str
@@ -52,7 +52,7 @@ class Load:
     asked: Asked
     begin: int
     end: int
-    reused: frozenset[str]
+    reused: frozenset[int]
     pixels: Mapping[int, Any] = field(default_factory=dict)
     policy: str = ""
 
@@ -79,7 +79,7 @@ def spans_of(features: Any, content_of: Any) -> tuple[Span, ...] | None:
     spans = []
     for one in sorted(features, key=lambda f: f.mm_position.offset):
         content = content_of(one.identifier) if one.modality == "image" else None
-        if content is None or one.data is None:
+        if content is None or one.data is None or "image_grid_thw" not in one.data:
             return None
         t, h, w = one.data["image_grid_thw"].data.tolist()
         spans.append(Span(content, one.mm_position.offset, one.mm_position.length, (t, h, w)))

@@ -34,11 +34,14 @@ class Loaded:
         Of each tensor of its checkpoint, by its name there.
     encoded : int
         Pictures that went through its encoder.
+    times : int
+        How often weights were loaded.
     """
 
     model: Any = None
     weights: dict[str, Sample] = field(default_factory=dict)
     encoded: int = 0
+    times: int = 0
 
 
 loaded = Loaded()
@@ -53,6 +56,7 @@ class _Found:
         loaded.weights = {}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        loaded.times += 1
         names: set[str] = super().load_weights(_sampled(weights))  # type: ignore[misc]
         return names
 

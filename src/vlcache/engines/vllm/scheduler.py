@@ -29,6 +29,7 @@ from vlcache.types import Span
 __all__ = ["Scheduler"]
 
 _CHATS = 4096
+_LONGEST_POLICY = 256
 
 logger = logging.getLogger("vllm.vlcache")
 
@@ -43,10 +44,12 @@ class _Request:
         First token whose K/V are approximate.
     claimed : tuple of int or None
         Tokens that the worker is to fill.
-    reused : frozenset of str
-        Pictures that it counts on.
+    reused : frozenset of int
+        Pictures, by number, whose stored K/V take their place.
     unsaved : list of int
         New pictures by number that are to become entries.
+    handed_out : int or None
+        How often it had been preempted when a load was handed out: what failed then is not tried again.
     policy : str
         The request's own; empty: the configured one.
     """
@@ -54,7 +57,8 @@ class _Request:
     spans: tuple[Span, ...]
     reused_from: int | None = None
     claimed: tuple[int, int] | None = None
-    reused: frozenset[str] = frozenset()
+    reused: frozenset[int] = frozenset()
+    handed_out: int | None = None
     unsaved: list[int] | None = None
     policy: str = ""
 
@@ -95,16 +99,16 @@ class Scheduler:
         """A request comes in: if pictures of it are going to be reused, its blocks from there on are its own."""
         spans = spans_of(request.mm_features, content_of)
         wanted = (request.kv_transfer_params or {}).get("vlcache", "")
-        if not spans or wanted is False:
+        if not spans or wanted is False or request.resumable or len(str(wanted)) > _LONGEST_POLICY:
             return
         try:
-            self._to_end(str(wanted))
-        except VLCacheError as error:  # the client's mistake must not cost the others their engine
+            whole = self._to_end(str(wanted))
+        except (VLCacheError, RecursionError) as error:  # the client's mistake must not cost the others their engine
             logger.warning("request %s is not reused on: %s", request.request_id, error)
             return
         mine = self._requests[request.request_id] = _Request(spans, policy=str(wanted))
         exact = self._hit(request)
-        reused = self._reusable(spans, exact)
+        reused = self._reusable(spans, exact, whole=whole)
         if not reused:
             return
         mine.reused_from = max(reused[0].start, exact)
@@ -113,15 +117,17 @@ class Scheduler:
     def claim(self, request: Any, computed: int) -> int:
         """Tokens beyond `computed` that the worker fills."""
         mine = self._requests.get(request.request_id)
-        if mine is None or mine.reused_from is None:
+        if mine is None or mine.reused_from is None or mine.handed_out == request.num_preemptions:
             return 0
-        reused = self._reusable(mine.spans, computed)
+        whole = self._to_end(mine.policy)
+        # What has become known since it arrived, or was exact then, has others' hashes
+        reused = self._reusable(mine.spans, computed, mine.reused_from, whole)
         if not reused:
             return 0
         # To the end, and vLLM computes the last token once more, to go on from it
-        end = int(request.num_tokens) if self._to_end(mine.policy) else reused[-1].stop
+        end = int(request.num_tokens) if whole else reused[-1].stop
         mine.claimed = (computed, end)
-        mine.reused = frozenset(span.content for span in reused)
+        mine.reused = frozenset(number for number, span in enumerate(mine.spans) if span in reused)
         return end - computed
 
     def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
@@ -138,11 +144,14 @@ class Scheduler:
         assert mine.claimed is not None
         begin, end = mine.claimed
         assert end - begin == tokens, (begin, end, tokens)
+        assert mine.reused_from is not None
+        assert all(max(begin, mine.spans[n].start) >= mine.reused_from for n in mine.reused)
+        mine.handed_out = request.num_preemptions
         features = sorted(request.mm_features, key=lambda f: f.mm_position.offset)
         pixels = {
             number: features[number].data
             for number, span in enumerate(mine.spans)
-            if span.content not in mine.reused and span.stop > begin and span.start < end
+            if number not in mine.reused and span.stop > begin and span.start < end
         }
         asked = Asked(request.request_id, tuple(request.all_token_ids), mine.spans, tuple(blocks))
         self._loads.append(Load(asked, begin, end, mine.reused, pixels, mine.policy))
@@ -169,15 +178,22 @@ class Scheduler:
             self._requests.pop(name, None)
         return work
 
-    def _reusable(self, spans: Sequence[Span], begin: int) -> list[Span]:
-        """The pictures from a token on whose stored K/V are used.
+    def _reusable(self, spans: Sequence[Span], begin: int, first: int = 0, whole: bool = False) -> list[Span]:
+        """The pictures from token `begin` on whose stored K/V are used, none before token `first`; or whole ones only.
 
         A picture that was seen behind reused ones only has come back: everything before it is computed this once. And
         less than a block of tokens is as quick to compute, exactly.
         """
         known = {span: self._has_kv(span) for span in spans if span.stop > begin}
         after = max((s.stop for s, has in known.items() if not has and s.content in self._behind), default=begin)
-        found = [span for span, has in known.items() if has and (span.start >= after or after == begin)]
+        found = [
+            span
+            for span, has in known.items()
+            if has
+            and (span.start >= after or after == begin)
+            and max(span.start, begin) >= first
+            and (span.start >= begin or not whole)
+        ]
         return found if sum(span.stop - max(span.start, begin) for span in found) >= self._block else []
 
     def _note_behind(self, span: Span) -> None:

@@ -14,6 +14,7 @@ from vlcache.config import Config, load_config
 from vlcache.policies import Policy, parse_policy
 from vlcache.store import Store
 from vlcache.store.open import open_store
+from vlcache.types import Entry, EntryKey, Header, Span
 from vlcache.worth import Worth
 
 __all__ = ["Shared", "settings_of", "shared"]
@@ -40,6 +41,10 @@ class Shared:
         A policy as it is written, with the numbers of the model's profile; empty for the configured one.
     device : torch.device
         Where the model lies.
+    is_current : callable
+        Whether the model still has the weights that `scope` was made of.
+    header_of : callable or None
+        What an entry has to say of itself, by a picture's span.
     """
 
     config: Config
@@ -50,6 +55,26 @@ class Shared:
     layers: int = 0
     policy_of: Callable[[str], Policy] = field(default=parse_policy)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    is_current: Callable[[], bool] = field(default=lambda: True)
+    header_of: Callable[[Span], Header] | None = None
+
+    def entry(self, content: str, span: Span | None = None) -> Entry | None:
+        """A picture's, if it is stored and is all that is expected of it.
+
+        Parameters
+        ----------
+        span : Span, optional
+            Where the picture stands; without it its grid is not compared.
+        """
+        key = EntryKey(content, self.scope)
+        try:
+            entry = self.store.get_many([key]).get(key)
+        except Exception:  # a store that breaks its promise: a miss
+            return None
+        if entry is None or self.header_of is None or not self.is_current():
+            return None
+        here = span or Span(content, 0, entry.header.tokens, entry.header.grid)
+        return entry if entry.mismatch(self.header_of(here)) is None else None
 
 
 _LOCK = threading.Lock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -27,6 +28,9 @@ from vlcache.types import Entry, EntryKey, EntryLostError, Header, Span
 from vlcache.verify import Done, checked_prefill
 
 __all__ = ["Worker", "looks_behind"]
+
+# Encoder outputs of pictures that were encoded here, until their entries are made
+_MADE = 64
 
 
 def looks_behind(policy: Policy, layers: int) -> bool:
@@ -58,6 +62,7 @@ class Worker:
         self._kv = kv
         self._shared = shared
         self._policy_of = policy_of
+        self._made: OrderedDict[str, Tensor] = OrderedDict()
         self._dtype = self._decoder.layers[0].input_layernorm.weight.dtype
 
     @torch.inference_mode()
@@ -101,8 +106,7 @@ class Worker:
         asked = load.asked
         headers = self.headers(asked.spans)
         found = find(self._shared.store, headers)
-        inside = [span for span in asked.spans if span.stop > load.begin and span.start < load.end]
-        reused = [s for s in inside if s.content in load.reused]
+        reused = [asked.spans[number] for number in sorted(load.reused)]
         if not all(s.content in found.entries and found.entries[s.content].has_kv for s in reused):
             return None
         positions = self._positions(asked)
@@ -143,17 +147,27 @@ class Worker:
         held = self._shared.encoder_cache.get(identifier(span.content))
         if held is not None:
             return held
+        if span.content in self._made:
+            return self._made[span.content]
         item = load.pixels[number]
         (encoded,) = self._model.embed_multimodal(
             pixel_values=item["pixel_values"].data.to(self._kv.device, self._dtype),
             image_grid_thw=item["image_grid_thw"].data[None],
         )
+        self._made[span.content] = encoded
+        if len(self._made) > _MADE:
+            self._made.popitem(last=False)
         return encoded  # type: ignore[no-any-return]
 
     def _entries(self, save: Save) -> Iterator[Entry]:
         asked = save.asked
         spans = [asked.spans[number] for number in save.numbers]
-        held = [self._shared.encoder_cache.get(identifier(span.content)) for span in spans]
+        held = [
+            self._made.pop(span.content, None)
+            if span.content in self._made
+            else self._shared.encoder_cache.get(identifier(span.content))
+            for span in spans
+        ]
         positions, where = self._positions(asked), self._contexts(asked)
         plan = make_plan(Full(), [], [], 0, max(span.stop for span in spans), self._geometry.layers)
         yield from capture(
