@@ -154,6 +154,15 @@ def engine(request: pytest.FixtureRequest, checkpoints: Callable[[str], Path]) -
     del its.llm
 
 
+@pytest.fixture
+def known(engine: Engine) -> Engine:
+    """`picture(0)` has been seen in another context, and vLLM's own caches are empty."""
+    engine.forget()
+    engine.ask(prompt("[]what?", [picture(0)], "first"), tokens=1)
+    engine.forget(store=False)
+    return engine
+
+
 def close(ours: Sequence[Answer], theirs: Sequence[Answer], bound: float = 1e-4) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.tokens == other.tokens

@@ -11,15 +11,6 @@ A, B = picture(0), picture(1, 392, 280)
 LONG = "You are a careful assistant. " * 12
 
 
-@pytest.fixture
-def known(engine: Engine) -> Engine:
-    """A has been seen in another context, and vLLM's own caches are empty."""
-    engine.forget()
-    engine.ask(prompt("[]what?", [A], "first"), tokens=1)
-    engine.forget(store=False)
-    return engine
-
-
 def follow_up(asked: dict[str, Any], answer: str, question: str) -> dict[str, Any]:
     text = f"{asked['prompt']}{answer}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     return dict(asked, prompt=text)

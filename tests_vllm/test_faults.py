@@ -13,14 +13,6 @@ A, B = picture(0), picture(1, 392, 280)
 ASKED = prompt("[]what is it?", [A], "a much longer other context")
 
 
-@pytest.fixture
-def known(engine: Engine) -> Engine:
-    engine.forget()
-    engine.ask(prompt("[]what?", [A], "first"), tokens=1)
-    engine.forget(store=False)
-    return engine
-
-
 def test_an_entry_that_is_evicted_between_the_claim_and_its_use_is_computed(
     known: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

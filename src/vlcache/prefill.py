@@ -18,11 +18,22 @@ from torch import Tensor
 from vlcache.measure import Gaze, moved_attention, moved_values
 from vlcache.plan import LayerStep, Plan, settle
 from vlcache.policies.base import Policy
-from vlcache.ranges import Ranges, count, intersect, places, shift, subtract, union
+from vlcache.ranges import Ranges, count, intersect, pieces, places, shift, subtract, union
 from vlcache.rope import Rope, Rotation, rotate
 from vlcache.types import Entry, Geometry, Span
 
-__all__ = ["Adapter", "Job", "Placed", "Queries", "RunLayer", "place", "put_reused", "selective_prefill", "take"]
+__all__ = [
+    "Adapter",
+    "Job",
+    "Placed",
+    "Queries",
+    "RunLayer",
+    "at_vision",
+    "place",
+    "put_reused",
+    "selective_prefill",
+    "take",
+]
 
 
 class Adapter(Protocol):
@@ -82,6 +93,32 @@ def take(tensor: Tensor, where: Ranges) -> Tensor:
         start, stop = where[0]
         return tensor[start:stop]
     return torch.cat([tensor[start:stop] for start, stop in where]) if where else tensor[:0]
+
+
+def at_vision(
+    hidden: Tensor, rows: Ranges, spans: Sequence[Span], encoded: Sequence[Tensor | None], part: int, add: bool
+) -> None:
+    """Set or add the encoder's `part` (0 the embedding, then DeepStack's features) at vision tokens among rows.
+
+    Parameters
+    ----------
+    hidden : Tensor, `[count(rows), hidden]`
+        Written to.
+    encoded : sequence of Tensor or None, `[N, hidden * (1 + deepstack)]`
+        Encoder outputs of `spans`; None for spans that have no row here.
+    """
+    width = hidden.shape[-1]
+    for span, output in zip(spans, encoded, strict=True):
+        mine = intersect(rows, ((span.start, span.stop),))
+        if not mine:
+            continue
+        assert output is not None, "a span is embedded that was not encoded"
+        features = output[:, part * width : (part + 1) * width]
+        for (a, b), (c, d) in zip(pieces(mine, rows), shift(mine, -span.start), strict=True):
+            if add:
+                hidden[a:b] += features[c:d]
+            else:
+                hidden[a:b] = features[c:d]
 
 
 def put_reused(adapter: Adapter, step: LayerStep, placed: Sequence[Placed]) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from vlcache.engines.vllm.paged import PagedKV, Table
 from vlcache.measure import Gaze
 from vlcache.plan import LayerStep
-from vlcache.prefill import Queries, take
-from vlcache.ranges import Ranges, count, indices, intersect, pieces, places, shift
+from vlcache.prefill import Queries, at_vision, take
+from vlcache.ranges import Ranges, count, indices, places
 from vlcache.types import Geometry, Span
 
 __all__ = ["PagedPass", "run_layer"]
@@ -99,18 +99,7 @@ class PagedPass:
 
     def at_vision(self, hidden: Tensor, rows: Ranges, part: int, add: bool) -> None:
         """Set or add the encoder's `part` (0 the embedding, then DeepStack's features) at vision tokens."""
-        width = self._geometry.hidden
-        for span, encoded in zip(self._spans, self._encoded, strict=True):
-            mine = intersect(rows, ((span.start, span.stop),))
-            if not mine:
-                continue
-            assert encoded is not None, "a span is embedded that was not encoded"
-            features = encoded[:, part * width : (part + 1) * width]
-            for (a, b), (c, d) in zip(pieces(mine, rows), shift(mine, -span.start), strict=True):
-                if add:
-                    hidden[a:b] += features[c:d]
-                else:
-                    hidden[a:b] = features[c:d]
+        at_vision(hidden, rows, self._spans, self._encoded, part, add)
 
 
 def run_layer(
